@@ -1,0 +1,99 @@
+"""One decoder for every family; with parts left out it is a pipeline stage."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from composable.models.attention import Attend, Attention, attend, document_mask
+from composable.models.config import DecoderConfig
+from composable.models.feedforward import SwiGLU
+from composable.models.linear import Linear, linear
+from composable.models.loss import cross_entropy_sum
+from composable.models.rotary import tables
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a norm and beside the residual stream (pre-norm)."""
+
+    def __init__(self, config: DecoderConfig, attend: Attend) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.self_attn = Attention(config, attend)
+        self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """x [B, S, D] -> [B, S, D]."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Body(nn.Module):
+    """Embedding, blocks and last norm: what Hugging Face keeps under `model.`; a part may be absent."""
+
+    def __init__(self, config: DecoderConfig, layers: range, first: bool, last: bool, attend: Attend) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim) if first or (last and config.tied) else None
+        self.layers = nn.ModuleDict({str(index): Block(config, attend) for index in layers})
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if last else None
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model, or the stage of one.
+
+    Layers keep their global index, and every weight the name that Hugging Face gives it, whatever part is built.
+    A tied head has no weight of its own: it reads the embedding's.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        layers: range | None = None,
+        first: bool = True,
+        last: bool = True,
+        attend: Attend = attend,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.first = first
+        self.loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
+        self.model = Body(config, range(config.layers) if layers is None else layers, first, last, attend)
+        self.lm_head = Linear(config.dim, config.vocab_size, bias=False) if last and not config.tied else None
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The blocks in order: the units of recomputation, compilation and sharding."""
+        return list(self.model.layers.values())
+
+    def forward(
+        self, x: Tensor, labels: Tensor | None = None, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """Logits, or the summed loss when labels are given, or hidden states in a stage without the head.
+
+        Args:
+            x: tokens [B, S], or hidden states [B, S, D] in a stage without the embedding.
+            labels: [B, S], IGNORE where there is no loss.
+            positions: [S] or [B, S]; 0, 1, 2... if None.
+            documents: [B, S]; tokens attend only within their document. Causal attention alone if None.
+        """
+        if positions is None:
+            positions = torch.arange(x.size(1), device=x.device)
+        embed = self.model.embed_tokens
+        hidden = embed(x) if self.first and embed is not None else x  # [B, S, D]
+        cos, sin = tables(self.config.rope, self.config.head_dim, positions, hidden.dtype)
+        mask = None if documents is None else document_mask(documents)
+        for block in self.blocks:
+            hidden = block(hidden, cos, sin, mask)
+        if self.model.norm is None:
+            return hidden
+        logits = self.head(self.model.norm(hidden))
+        return logits if labels is None else self.loss(logits, labels)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """hidden [B, S, D] -> logits [B, S, V]."""
+        if self.lm_head is not None:
+            return self.lm_head(hidden)
+        assert self.model.embed_tokens is not None
+        return linear(hidden, self.model.embed_tokens.weight)

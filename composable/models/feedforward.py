@@ -1,0 +1,21 @@
+"""SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from composable.models.config import DecoderConfig
+from composable.models.linear import Linear
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.dim, config.ffn, bias=config.mlp_bias)
+        self.up_proj = Linear(config.dim, config.ffn, bias=config.mlp_bias)
+        self.down_proj = Linear(config.ffn, config.dim, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., D] -> [..., D]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

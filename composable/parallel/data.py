@@ -1,0 +1,78 @@
+"""Data parallelism: ddp, zero1, zero2 and zero3 are one mechanism, FSDP2, told what to keep and when to exchange.
+
+Every reduction is a SUM: the loss is divided by the step's valid tokens before the backward pass.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from composable.mesh import Mesh, MeshViews
+from composable.parallel.config import DataKind, Parallel
+
+
+def shard_data(model: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, views: MeshViews, parallel: Parallel) -> None:
+    """Spread parameters over the data ranks, in place; a model of one rank that needs no cast stays as it is.
+
+    Args:
+        model: on the meta device or not; its parameters become DTensors.
+        blocks: its blocks in order; `parallel.unit` of them are gathered together.
+    """
+    if mesh.stage_ranks == 1 and parallel.precision == "none" and not parallel.offload:
+        return
+    over = _data_mesh(mesh, views, parallel)
+    accelerated = over.device_type != "cpu"
+    policy = MixedPrecisionPolicy()
+    if parallel.precision != "none":
+        # Inputs are not cast: cosines and sines in bfloat16 are wrong by as much as they are large at far positions.
+        policy = MixedPrecisionPolicy(
+            getattr(torch, parallel.precision), getattr(torch, parallel.reduce), cast_forward_inputs=False
+        )
+    options = {
+        "mesh": over,
+        "mp_policy": policy,
+        "offload_policy": CPUOffloadPolicy(pin_memory=accelerated) if parallel.offload else OffloadPolicy(),
+        "reshard_after_forward": None if parallel.data == "zero3" else False,
+    }
+    if parallel.unit:
+        for start in range(0, len(blocks), parallel.unit):
+            fully_shard(list(blocks[start : start + parallel.unit]), **options)
+    fully_shard(model, **options)
+    for module in _sharded(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _data_mesh(mesh: Mesh, views: MeshViews, parallel: Parallel) -> DeviceMesh:
+    if mesh.dp_replicate > 1 or parallel.data == "ddp":
+        return views.parameters["dp_replicate", "fsdp"]
+    return views.parameters["fsdp"]
+
+
+def _sharded(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def begin_micro_batch(model: nn.Module, kind: DataKind, *, last: bool) -> None:
+    """Before the forward pass of a micro-batch: say what is exchanged after its backward pass.
+
+    Args:
+        last: it is the last of the step, after which every gradient is complete and sharded like its parameter.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_is_last_backward(last)
+    if kind in ("ddp", "zero1"):
+        model.set_requires_gradient_sync(last)
+    else:
+        model.set_requires_all_reduce(last)
+    model.set_reshard_after_backward(last or kind == "zero3")
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered parameters: after a forward pass without a backward pass they would be stale once weights change."""
+    for module in _sharded(model):
+        module.reshard()

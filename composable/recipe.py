@@ -1,0 +1,141 @@
+"""A recipe: everything that a run is, as one frozen value with a command line over it."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+
+from composable.data.loader import DataConfig, accumulation
+from composable.mesh import Mesh
+from composable.models.config import DecoderConfig
+from composable.optim import schedules
+from composable.optim.optimizers import OptimizerConfig
+from composable.optim.schedules import ScheduleConfig, scale_learning_rate
+from composable.parallel.config import Parallel
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the run is saved, and whether it goes on from what is there."""
+
+    every: int = 500
+    """steps between checkpoints; 0: only the last step is saved"""
+    keep: int = 2
+    """newest complete checkpoints that are kept; 0: all"""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: go on from the newest complete checkpoint in --out if there is one; never: refuse if there is one; must:
+    refuse if there is none"""
+    verify: bool = True
+    """check checksums when resuming"""
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """When and on how much held-out data the loss is measured."""
+
+    every: int = 0
+    """steps between validations (the last step is always one); 0: never"""
+    steps: int = 8
+    """global batches of held-out rows, always the same; 0: all of them"""
+
+
+@dataclass(frozen=True)
+class ObserveConfig:
+    """What is logged, and how often."""
+
+    every: int = 1
+    """steps between lines of metrics.jsonl; a line's rates are over all of them"""
+    profile: int = 0
+    """first step of a profiler trace; 0: none"""
+    profile_steps: int = 3
+    """steps in the trace"""
+    memory_snapshot: int = 0
+    """step after which each rank writes what holds its memory; 0: none"""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, on which data, how, and on which mesh."""
+
+    name: str
+    """names the run folder"""
+    model: DecoderConfig
+    steps: int = 1000
+    """optimizer steps of the whole run, those before a resume included"""
+    seed: int = 1234
+    """of initial weights and data order"""
+    out: str = ""
+    """run folder; runs/<name> if empty. A second start with the same folder resumes"""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """of parameters and computation; float64 is for proofs"""
+    init_from: str = ""
+    """checkpoint or Hugging Face folder whose weights the run starts from, with a fresh optimizer"""
+    deterministic: bool = False
+    """only kernels that give the same bits on every run (CPU runs do without it)"""
+    mesh: Mesh = field(default_factory=Mesh)
+    parallel: Parallel = field(default_factory=Parallel)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.out or f"runs/{self.name}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch has it."""
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate's peak, scaled to the global batch if the recipe asks for it."""
+        config = self.optimizer
+        return scale_learning_rate(config.lr, self.data.global_batch, config.reference_batch, config.scale)
+
+    def resolve(self, world: int) -> tuple["Recipe", list[str]]:
+        """Check everything that needs no device and fill in the mesh; also gives warnings.
+
+        Raises:
+            ValueError: what does not go together, with the rule and the nearest right value.
+        """
+        for name in ("steps", "checkpoint.every", "checkpoint.keep", "validation.every", "validation.steps"):
+            value: Any = self
+            for part in name.split("."):
+                value = getattr(value, part)
+            if value < 0:
+                raise ValueError(f"{name}={value}: a number of steps or checkpoints is 0 or more")
+        if self.observe.every < 1:
+            raise ValueError(f"observe.every={self.observe.every}: 1 logs every step")
+        mesh = self.mesh.resolve(world, replicate=self.parallel.data == "ddp")
+        self.parallel.check(mesh, self.model.layers)
+        accumulation(self.data, mesh.data_ranks)
+        if self.dtype == "float64" and self.parallel.precision != "none":
+            raise ValueError("dtype=float64 is for proofs, and parallel.precision casts it away; leave one of them out")
+        warnings = schedules.check(self.schedule, max(self.steps, 1))
+        if self.data.seq_len > self.model.max_length:
+            warnings.append(f"data.seq_len={self.data.seq_len} is longer than model.max_length={self.model.max_length}")
+        return dataclasses.replace(self, mesh=mesh), warnings
+
+    def to_json(self) -> str:
+        """All fields, as recipe.json holds them."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+
+def command_line(recipe: Recipe, args: list[str] | None = None) -> Recipe:
+    """The recipe with the options of the command line over it: every field is one.
+
+    Args:
+        args: instead of `sys.argv[1:]`.
+    """
+    return tyro.cli(Recipe, default=recipe, args=args, description=f"Train {recipe.name}; start it with torchrun.")

@@ -1,0 +1,168 @@
+"""How far a run is: saved with its weights, and taken up again on any layout."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import composable
+from composable.checkpoint.folder import latest, prune, step_folder, steps
+from composable.checkpoint.load import load
+from composable.checkpoint.save import save
+from composable.checkpoint.together import together
+from composable.data.loader import DataConfig
+from composable.data.tokens import Tokens, load_tokens
+from composable.models.families import to_hugging_face
+from composable.optim.optimizers import optimizer_tensors
+from composable.recipe import Recipe
+from composable.step import StepResult
+
+STATE = "train_state.json"
+VERSION = 1
+ORDER_FIELDS = ("seq_len", "document_mask", "shuffle", "holdout")
+"""fields of DataConfig on which rows and their order depend"""
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Counters of a run after `step` optimizer steps."""
+
+    step: int = 0
+    samples: int = 0
+    """rows consumed: the place in the data order"""
+    tokens: int = 0
+    valid_tokens: int = 0
+
+    def after(self, result: StepResult) -> "TrainState":
+        """The counters one step later."""
+        return TrainState(
+            self.step + 1,
+            self.samples + result.samples,
+            self.tokens + result.tokens,
+            self.valid_tokens + result.valid_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The data of a run, cut into what is trained on and what is held out."""
+
+    train: Tokens
+    held_out: Tokens
+    fingerprint: str
+    """of the whole data set"""
+
+    @staticmethod
+    def open(config: DataConfig, vocab_size: int) -> "Corpus":
+        """Load and check; raises ValueError where the data cannot be trained on by a model of `vocab_size`."""
+        tokens = load_tokens(config.path)
+        if tokens.vocab_size > vocab_size:
+            raise ValueError(
+                f"data.path={config.path} has a vocabulary of {tokens.vocab_size} and the model one of {vocab_size}; "
+                f"write model.vocab_size={tokens.vocab_size} or more"
+            )
+        train, held_out = tokens.split(config.holdout)
+        return Corpus(train, held_out, tokens.fingerprint())
+
+
+def save_checkpoint(
+    recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, corpus: Corpus
+) -> Path:
+    """Write `checkpoints/step-%08d`, and delete older ones beyond `checkpoint.keep`; collective over all ranks."""
+    root = recipe.folder / "checkpoints"
+    folder = step_folder(root, state.step)
+    facts = {
+        "version": VERSION,
+        **dataclasses.asdict(state),
+        "steps": recipe.steps,
+        "schedule": {**dataclasses.asdict(recipe.schedule), "peak": recipe.peak_lr},
+        "rng": {"seed": recipe.seed, "rule": "torch's generators are seeded anew at each step from (seed, step)"},
+        "data": {"fingerprint": corpus.fingerprint, **{name: getattr(recipe.data, name) for name in ORDER_FIELDS}},
+        "layout": {"world": dist.get_world_size(), **dataclasses.asdict(recipe.mesh), "data": recipe.parallel.data},
+        "recipe": dataclasses.asdict(recipe),
+        "versions": {"composable": composable.__version__, "torch": torch.__version__},
+    }
+    files = {
+        "config.json": json.dumps(to_hugging_face(recipe.model, recipe.dtype), indent=2) + "\n",
+        STATE: json.dumps(facts, indent=2) + "\n",
+    }
+    weights = dict(model.named_parameters())
+    save(folder, weights, optimizer_tensors(model, optimizer), files | tokenizer_files(corpus.train.tokenizer))
+    together(None, lambda: prune(root, recipe.checkpoint.keep) if dist.get_rank() == 0 else None)
+    return folder
+
+
+def tokenizer_files(tokenizer: str) -> dict[str, bytes]:
+    """The files of the tokenizer that made the data, if it is one of files and they are still there."""
+    path = Path(tokenizer)
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "tokenizer.json").is_file() or tokenizer in ("", "byte"):
+        return {}
+    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+
+
+def resume(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus) -> TrainState:
+    """Fill model and optimizer from the newest complete checkpoint of the run folder; collective over all ranks.
+
+    Returns:
+        the counters of the checkpoint; those of a new run if there is none.
+
+    Raises:
+        ValueError: the checkpoint belongs to another model or another data order, or `checkpoint.resume` forbids it.
+    """
+    root = recipe.folder / "checkpoints"
+    found = together(None, lambda: str(latest(root) or "") if dist.get_rank() == 0 else "")[0]
+    how = recipe.checkpoint.resume
+    if not found:
+        if how == "must":
+            raise ValueError(f"checkpoint.resume=must, and {root} holds no complete checkpoint; check --out")
+        if recipe.init_from:
+            load(Path(recipe.init_from), dict(model.named_parameters()), verify=recipe.checkpoint.verify)
+        return TrainState()
+    if how == "never":
+        raise ValueError(f"checkpoint.resume=never, and {found} is a complete checkpoint; choose another --out")
+    folder = Path(found)
+    facts = together(None, lambda: json.loads((folder / STATE).read_text()))[dist.get_rank()]
+    check_same_run(folder, facts, recipe, corpus)
+    load(folder, dict(model.named_parameters()), optimizer_tensors(model, optimizer), verify=recipe.checkpoint.verify)
+    return TrainState(**{field.name: facts[field.name] for field in dataclasses.fields(TrainState)})
+
+
+def check_same_run(folder: Path, facts: Mapping[str, Any], recipe: Recipe, corpus: Corpus) -> None:
+    """Refuse a checkpoint from which this recipe cannot go on exactly.
+
+    Raises:
+        ValueError: the fields that differ, what they were and what they are.
+    """
+    if facts["version"] > VERSION:
+        raise ValueError(
+            f"{folder / STATE} has version {facts['version']}, and this composable {composable.__version__} reads up to "
+            f"{VERSION}; update composable"
+        )
+    was = {f"model.{name}": value for name, value in facts["recipe"]["model"].items()}
+    now = {f"model.{name}": value for name, value in json.loads(recipe.to_json())["model"].items()}
+    was |= {f"data.{name}": facts["data"][name] for name in ORDER_FIELDS} | {"seed": facts["recipe"]["seed"]}
+    now |= {f"data.{name}": getattr(recipe.data, name) for name in ORDER_FIELDS} | {"seed": recipe.seed}
+    was |= {"optimizer.kind": facts["recipe"]["optimizer"]["kind"], "data (fingerprint)": facts["data"]["fingerprint"]}
+    now |= {"optimizer.kind": recipe.optimizer.kind, "data (fingerprint)": corpus.fingerprint}
+    different = [f"{key} was {was.get(key)} and is {now.get(key)}" for key in now if was.get(key) != now.get(key)]
+    if different:
+        raise ValueError(
+            f"{folder} belongs to another run: {'; '.join(different)}. Go on with the same values, or start a new run "
+            f"from its weights: another --out with --init-from {folder}"
+        )
+
+
+def drop_later_checkpoints(recipe: Recipe, state: TrainState) -> None:
+    """Delete what a killed save left beyond the step that the run goes on from; on rank 0."""
+    for step, folder in steps(recipe.folder / "checkpoints"):
+        if step > state.step:
+            shutil.rmtree(folder)
