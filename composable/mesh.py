@@ -150,8 +150,9 @@ def _take_what_is_left(mesh: Mesh, world: int) -> Mesh:
     if free:
         return replace(mesh, **{free[0]: world // fixed})
     if fixed != world:
-        others = fixed // mesh.dp_shard
-        hint = f"mesh.dp_shard={world // others}" if world % others == 0 else f"{fixed} ranks"
+        name = "dp_replicate" if mesh.dp_shard == 1 < mesh.dp_replicate else "dp_shard"
+        others = fixed // getattr(mesh, name)
+        hint = f"mesh.{name}={world // others}" if world % others == 0 else f"{fixed} ranks"
         raise ValueError(
             f"the mesh {said or 'of one process'} has {fixed} ranks, and there are {world}; the product of pp, "
             f"dp_replicate, dp_shard, cp and tp must be the number of ranks: choose {hint} (or -1 for what is left)"
@@ -182,7 +183,8 @@ def _either(values: list[int]) -> str:
 def distributed(timeout_seconds: float = 1800) -> Iterator[torch.device]:
     """Join the job that torchrun started (or be a job of one process) and give this rank's device.
 
-    Device and backend follow the machine: the accelerator with its own backend and gloo for CPU tensors, else CPU.
+    Device and backend follow the machine: the accelerator with its own backend and gloo for CPU tensors, else CPU. A
+    default process group that is there already is used, and left alone at the end.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
@@ -191,8 +193,14 @@ def distributed(timeout_seconds: float = 1800) -> Iterator[torch.device]:
         device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", 0)))
         torch.accelerator.set_device_index(device.index)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
-    options = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **options)
+    if dist.is_initialized():
+        yield device
+        return
+    timeout = timedelta(seconds=timeout_seconds)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield device
     finally:

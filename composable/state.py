@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 import composable
-from composable.checkpoint.folder import latest, prune, step_folder, steps
+from composable.checkpoint.folder import latest, prune, step_folder
 from composable.checkpoint.load import load
 from composable.checkpoint.save import save
 from composable.checkpoint.together import together
 from composable.data.loader import DataConfig
+from composable.data.packing import sample_count
 from composable.data.tokens import Tokens, load_tokens
 from composable.models.families import to_hugging_face
 from composable.optim.optimizers import optimizer_tensors
@@ -89,12 +89,12 @@ def save_checkpoint(
         "recipe": dataclasses.asdict(recipe),
         "versions": {"composable": composable.__version__, "torch": torch.__version__},
     }
-    files = {
+    files: dict[str, str | bytes] = {
         "config.json": json.dumps(to_hugging_face(recipe.model, recipe.dtype), indent=2) + "\n",
         STATE: json.dumps(facts, indent=2) + "\n",
     }
     weights = dict(model.named_parameters())
-    save(folder, weights, optimizer_tensors(model, optimizer), files | tokenizer_files(corpus.train.tokenizer))
+    save(folder, weights, optimizer_tensors(model, optimizer), {**files, **tokenizer_files(corpus.train.tokenizer)})
     together(None, lambda: prune(root, recipe.checkpoint.keep) if dist.get_rank() == 0 else None)
     return folder
 
@@ -161,8 +161,10 @@ def check_same_run(folder: Path, facts: Mapping[str, Any], recipe: Recipe, corpu
         )
 
 
-def drop_later_checkpoints(recipe: Recipe, state: TrainState) -> None:
-    """Delete what a killed save left beyond the step that the run goes on from; on rank 0."""
-    for step, folder in steps(recipe.folder / "checkpoints"):
-        if step > state.step:
-            shutil.rmtree(folder)
+def last_step(recipe: Recipe, corpus: Corpus, state: TrainState) -> int:
+    """`recipe.steps`, or fewer where `data.epochs` ends the data before."""
+    if recipe.data.epochs is None:
+        return recipe.steps
+    rows = recipe.data.epochs * sample_count(len(corpus.train), recipe.data.seq_len)
+    left = max(0, -(-(rows - state.samples) // recipe.data.global_batch))
+    return min(recipe.steps, state.step + left)

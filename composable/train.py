@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -18,7 +19,6 @@ import composable
 from composable.checkpoint.folder import locked
 from composable.checkpoint.together import together
 from composable.data.loader import accumulation, build_loader, validation_loader
-from composable.data.packing import sample_count
 from composable.data.text import bigram_entropy, load_tokenizer
 from composable.mesh import distributed
 from composable.models.count import count_parameters, flops_per_token
@@ -36,7 +36,7 @@ from composable.parallel.compose import compose
 from composable.parallel.data import reshard
 from composable.plan.devices import peak_flops
 from composable.recipe import Recipe, command_line
-from composable.state import Corpus, TrainState, resume, save_checkpoint
+from composable.state import Corpus, TrainState, last_step, resume, save_checkpoint
 from composable.step import StepResult, evaluate, train_step
 
 
@@ -48,6 +48,19 @@ def main(recipe: Recipe) -> None:
     except (ValueError, OSError) as error:
         print(f"[rank {os.environ.get('RANK', '0')}] error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from error
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run on one rank."""
+
+    recipe: Recipe
+    device: torch.device
+    corpus: Corpus
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    metrics: MetricsWriter
+    progress: Progress
 
 
 def train(recipe: Recipe) -> TrainState:
@@ -65,19 +78,22 @@ def train(recipe: Recipe) -> TrainState:
         device = stack.enter_context(distributed())
         stop = stack.enter_context(stop_signals())
         claim_folder(stack, recipe.folder)
-        corpus = together(None, lambda: Corpus.open(recipe.data, recipe.model.vocab_size))[dist.get_rank()]
+        rank = dist.get_rank()
+        corpus = together(None, lambda: Corpus.open(recipe.data, recipe.model.vocab_size))[rank]
         model = build_model(recipe, device)
         optimizer = build_optimizer(model, recipe.optimizer)
-        state = resume(recipe, model, optimizer, corpus)
-        recipe = dataclasses.replace(recipe, steps=last_step(recipe, corpus, state))
-        metrics = MetricsWriter(recipe.folder, rank=dist.get_rank(), resume_step=state.step)
+        start = resume(recipe, model, optimizer, corpus)
+        recipe = dataclasses.replace(recipe, steps=last_step(recipe, corpus, start))
+        metrics = MetricsWriter(recipe.folder, rank=rank, resume_step=start.step)
         stack.callback(metrics.close)
-        progress = Progress(recipe.steps, state.step, enabled=dist.get_rank() == 0, note=recipe.name)
+        progress = Progress(recipe.steps, start.step, enabled=rank == 0, note=recipe.name)
         stack.callback(progress.close)
-        announce(recipe, corpus, state, device, progress, metrics, remarks)
-        started = state
-        state = loop(recipe, model, optimizer, corpus, state, device, stop, metrics, progress)
-        finish(recipe, model, corpus, started, state, device, progress)
+        run = Run(recipe, device, corpus, model, optimizer, metrics, progress)
+        announce(run, start, remarks)
+        if start.step >= recipe.steps:
+            return start
+        state = loop(run, start, stop)
+        finish(run, state)
         return state
 
 
@@ -85,97 +101,62 @@ def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
     """The recipe's model, composed on its mesh, with its initial weights."""
     with torch.device("meta"):
         model = Decoder(recipe.model).to(recipe.torch_dtype)
-    return compose(
-        model,
-        recipe.mesh,
-        recipe.parallel,
-        blocks=model.blocks,
-        init=decoder_init(recipe.model),
-        seed=recipe.seed,
-        device=device,
-    )
+    init = decoder_init(recipe.model)
+    return compose(model, recipe.mesh, recipe.parallel, blocks=model.blocks, init=init, seed=recipe.seed, device=device)
 
 
-def loop(
-    recipe: Recipe,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    corpus: Corpus,
-    state: TrainState,
-    device: torch.device,
-    stop: dict[str, bool],
-    metrics: MetricsWriter,
-    progress: Progress,
-) -> TrainState:
+def loop(run: Run, state: TrainState, stop: "StopWish") -> TrainState:
     """Steps, and what happens between them, until the last one or a signal."""
-    rank, mesh, data = dist.get_rank(), recipe.mesh, recipe.data
-    ranks = {"data_rank": mesh.data_rank(rank), "data_ranks": mesh.data_ranks}
-    batches = iter(())
-    if state.step < recipe.steps:
-        batches = build_loader(corpus.train, data, seed=recipe.seed, position=state.samples, **ranks)
+    recipe, data, mesh = run.recipe, run.recipe.data, run.recipe.mesh
+    ranks = {"data_rank": mesh.data_rank(dist.get_rank()), "data_ranks": mesh.data_ranks}
+    batches = build_loader(run.corpus.train, data, seed=recipe.seed, position=state.samples, **ranks)
+    validating = recipe.validation.every > 0
     held_out = (
-        validation_loader(corpus.held_out, data, steps=recipe.validation.steps, **ranks) if validates(recipe) else ()
+        validation_loader(run.corpus.held_out, data, steps=recipe.validation.steps, **ranks) if validating else ()
     )
-    count, clock, peak = accumulation(data, mesh.data_ranks), StepClock(), recipe.peak_lr
-    snapshot = recipe.observe.memory_snapshot
-    if snapshot:
-        record_memory(device)
-    profiled = trace(
-        recipe.folder,
-        max(recipe.observe.profile, 1),
-        recipe.observe.profile_steps * bool(recipe.observe.profile),
-        rank,
-        start=state.step + 1,
-    )
-    with profiled as profile_step:
-        while state.step < recipe.steps and not stop["asked"]:
+    count, clock = accumulation(data, mesh.data_ranks), StepClock()
+    if recipe.observe.memory_snapshot:
+        record_memory(run.device)
+    with traced(recipe, state.step + 1) as step_is_over:
+        while state.step < recipe.steps and not stop.agreed:
             step = state.step + 1
             torch.manual_seed(hash((recipe.seed, step)))
             clock.start()
             micro_batches = list(islice(batches, count))
             clock.data_ready()
-            lr = learning_rate(recipe.schedule, step, recipe.steps, peak)
+            lr = learning_rate(recipe.schedule, step, recipe.steps, recipe.peak_lr)
             result = train_step(
-                model,
-                optimizer,
+                run.model,
+                run.optimizer,
                 micro_batches,
                 step=step,
                 lr=lr,
                 max_norm=recipe.optimizer.max_norm,
                 mesh=mesh,
                 data=recipe.parallel.data,
-                device=device,
-                report=[stop["signalled"], peak_memory_gib(device)],
+                device=run.device,
+                report=[stop.here, peak_memory_gib(run.device)],
             )
             clock.stop(result.tokens)
             state = state.after(result)
-            stop["asked"] = any(row[0] for row in result.reports)  # the same on all ranks
-            profile_step()
-            final = step == recipe.steps or stop["asked"]
-            if step % recipe.observe.every == 0 or final:
-                log(recipe, result, state, lr, clock, device, metrics, progress)
-            if step == snapshot:
-                memory_snapshot(recipe.folder / f"memory-step-{step:08d}-rank-{rank}.json", device)
-            if validates(recipe) and (step % recipe.validation.every == 0 or step == recipe.steps):
-                loss = evaluate(model, held_out, mesh=mesh, device=device)
-                metrics.write({"step": step, "validation_loss": loss})
-                progress.say(f"step {step}: validation loss {loss:.4f}")
-            if final or (recipe.checkpoint.every and step % recipe.checkpoint.every == 0):
-                folder = save_checkpoint(recipe, model, optimizer, state, corpus)
-                progress.say(f"step {step}: saved {folder}")
+            stop.agreed = any(row[0] for row in result.reports)
+            last = step == recipe.steps
+            step_is_over()
+            if last or stop.agreed or step % recipe.observe.every == 0:
+                log(run, result, state, lr, clock)
+            if validating and (last or step % recipe.validation.every == 0):
+                validation_loss = evaluate(run.model, held_out, mesh=mesh, device=run.device)
+                run.metrics.write({"step": step, "validation_loss": validation_loss})
+                run.progress.say(f"step {step}: validation loss {validation_loss:.4f}")
+            if last or stop.agreed or (recipe.checkpoint.every and step % recipe.checkpoint.every == 0):
+                folder = save_checkpoint(recipe, run.model, run.optimizer, state, run.corpus)
+                run.progress.say(f"step {step}: saved {folder}")
+            if step == recipe.observe.memory_snapshot:
+                memory_snapshot(recipe.folder / "memory" / f"step-{step}-rank-{dist.get_rank()}", run.device)
     return state
 
 
-def log(
-    recipe: Recipe,
-    result: StepResult,
-    state: TrainState,
-    lr: float,
-    clock: StepClock,
-    device: torch.device,
-    metrics: MetricsWriter,
-    progress: Progress,
-) -> None:
+def log(run: Run, result: StepResult, state: TrainState, lr: float, clock: StepClock) -> None:
     """A line of metrics.jsonl, its scalars in TensorBoard, and the progress line."""
     times = clock.report()
     values: dict[str, float | int] = {
@@ -189,14 +170,14 @@ def log(
         "tokens_per_second": times.tokens_per_second,
         "step_seconds": times.step_seconds,
         "data_wait": times.data_wait,
-        "memory_gib": max(row[1] for row in result.reports),
+        "memory_gib": max(memory for _, memory in result.reports),
     }
-    peak = device_peak(recipe, device)
+    peak = device_peak(run.recipe, run.device)
     if peak is not None:
-        needed = flops_per_token(recipe.model, recipe.data.seq_len)
+        needed = flops_per_token(run.recipe.model, run.recipe.data.seq_len)
         values["mfu"] = times.tokens_per_second * needed / (peak * dist.get_world_size())
-    metrics.write(values)
-    progress.update(state.step, loss=result.loss, tokens_per_second=times.tokens_per_second)
+    run.metrics.write(values)
+    run.progress.update(state.step, loss=result.loss, tokens_per_second=times.tokens_per_second)
 
 
 def device_peak(recipe: Recipe, device: torch.device) -> float | None:
@@ -207,18 +188,11 @@ def device_peak(recipe: Recipe, device: torch.device) -> float | None:
     return peak_flops(torch.get_device_module(device).get_device_name(device), dtype)
 
 
-def validates(recipe: Recipe) -> bool:
-    """Whether the held-out part is looked at."""
-    return recipe.validation.every > 0
-
-
-def last_step(recipe: Recipe, corpus: Corpus, state: TrainState) -> int:
-    """`recipe.steps`, or fewer where `data.epochs` ends the data before."""
-    if recipe.data.epochs is None:
-        return recipe.steps
-    rows = recipe.data.epochs * sample_count(len(corpus.train), recipe.data.seq_len)
-    left = max(0, -(-(rows - state.samples) // recipe.data.global_batch))
-    return min(recipe.steps, state.step + left)
+def traced(recipe: Recipe, start: int) -> contextlib.AbstractContextManager:
+    """The profiler over the recipe's chosen steps; gives what to call after each step."""
+    config = recipe.observe
+    count = config.profile_steps if config.profile else 0
+    return trace(recipe.folder, max(config.profile, 1), count, dist.get_rank(), start=start)
 
 
 def claim_folder(stack: contextlib.ExitStack, folder: Path) -> None:
@@ -236,91 +210,75 @@ def claim_folder(stack: contextlib.ExitStack, folder: Path) -> None:
     together(None, claim)
 
 
+@dataclass
+class StopWish:
+    """Whether the run is to end: asked for here, and agreed on by all ranks."""
+
+    here: bool = False
+    agreed: bool = False
+
+
 @contextlib.contextmanager
-def stop_signals() -> Iterator[dict[str, bool]]:
-    """Turn SIGTERM and SIGINT into a wish: "signalled" on this rank, "asked" once all ranks know of it."""
-    state = {"signalled": False, "asked": False}
+def stop_signals() -> Iterator[StopWish]:
+    """Turn SIGTERM and SIGINT into a wish, which all ranks fulfil after the same step."""
+    wish = StopWish()
 
     def note(number: int, frame: object) -> None:
-        state["signalled"] = True
+        wish.here = True
 
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield state
+        yield wish
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def announce(
-    recipe: Recipe,
-    corpus: Corpus,
-    state: TrainState,
-    device: torch.device,
-    progress: Progress,
-    metrics: MetricsWriter,
-    remarks: list[str],
-) -> None:
+def announce(run: Run, start: TrainState, remarks: list[str]) -> None:
     """Say what is trained, on what, where; keep the recipe beside the run."""
     if dist.get_rank() != 0:
         return
-    model, data, mesh = recipe.model, recipe.data, recipe.mesh
-    count = count_parameters(model)
-    say = progress.say
-    say(f"composable {composable.__version__}: {recipe.name}")
-    say(
+    recipe, corpus, model, data = run.recipe, run.corpus, run.recipe.model, run.recipe.data
+    count, steps = count_parameters(model), recipe.steps
+    lines = [
+        f"composable {composable.__version__}: {recipe.name}",
         f"  model   {count.total:,} parameters ({count.without_embedding:,} without embedding), {model.layers} layers of "
-        f"width {model.dim}, {model.heads} heads, {flops_per_token(model, data.seq_len):,} FLOPs per token"
-    )
-    say(
-        f"  mesh    {mesh} on {dist.get_world_size()} x {device.type}, {recipe.dtype}, {recipe.parallel.data}, "
-        f"accumulation {accumulation(data, mesh.data_ranks)}"
-    )
-    text = f"  data    {data.path}: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out"
+        f"width {model.dim}, {flops_per_token(model, data.seq_len):,} FLOPs per token",
+        f"  mesh    {recipe.mesh} on {dist.get_world_size()} x {run.device.type}, {recipe.dtype}, {recipe.parallel.data}, "
+        f"accumulation {accumulation(data, recipe.mesh.data_ranks)}",
+        f"  data    {data.path}: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out",
+        f"  batch   {data.global_batch} rows of {data.seq_len} tokens, learning rate {recipe.peak_lr:g} at its peak",
+    ]
     if corpus.train.vocab_size <= 4096 and len(corpus.train) > 1:
-        text += f"; bigram entropy {bigram_entropy(corpus.train):.4f} nats per token"
-    say(text)
-    say(f"  batch   {data.global_batch} rows of {data.seq_len} tokens, learning rate {recipe.peak_lr:g} at its peak")
+        lines[3] += f"; bigram entropy {bigram_entropy(corpus.train):.4f} nats per token"
     if recipe.optimizer.scale != "none":
-        say(
-            f"          scaled ({recipe.optimizer.scale}) from {recipe.optimizer.lr:g} at a batch of "
-            f"{recipe.optimizer.reference_batch}"
-        )
-    if state.step >= recipe.steps:
-        say(
-            f"  run     {recipe.folder} is complete at step {state.step}; raise --steps to go on, or choose another --out"
-        )
+        config = recipe.optimizer
+        lines[4] += f", scaled ({config.scale}) from {config.lr:g} at a batch of {config.reference_batch}"
+    if start.step >= steps:
+        hint = "raise --steps to go on, or choose another --out"
+        lines.append(f"  run     {recipe.folder} is complete at step {start.step}: {hint}")
     else:
-        resumed = f", resumed after step {state.step}" if state.step else ""
-        say(f"  run     {recipe.folder}: steps {state.step + 1} to {recipe.steps}{resumed}")
-    for remark in remarks:
-        say(f"  note    {remark}")
-    if state.step < recipe.steps:
+        resumed = f", resumed after step {start.step}" if start.step else ""
+        lines.append(f"  run     {recipe.folder}: steps {start.step + 1} to {steps}{resumed}")
         (recipe.folder / "recipe.json").write_text(recipe.to_json())
-        metrics.text("recipe", f"```json\n{recipe.to_json()}```")
+        run.metrics.text("recipe", f"```json\n{recipe.to_json()}```")
+    run.progress.say("\n".join(lines + [f"  note    {remark}" for remark in remarks]))
 
 
-def finish(
-    recipe: Recipe,
-    model: nn.Module,
-    corpus: Corpus,
-    started: TrainState,
-    state: TrainState,
-    device: torch.device,
-    progress: Progress,
-) -> None:
+def finish(run: Run, state: TrainState) -> None:
     """Say where the run lies, and show what the model writes."""
-    if state.step == started.step:
-        return
+    recipe, held_out = run.recipe, run.corpus.held_out
     if state.step < recipe.steps:
-        progress.say(f"stopped by a signal after step {state.step}; the same command goes on from there")
+        run.progress.say(f"stopped by a signal after step {state.step}; the same command goes on from there")
         return
-    progress.say(f"done: {recipe.folder} (tensorboard --logdir {recipe.folder})")
-    if not validates(recipe) or len(corpus.held_out) < 64:
+    run.progress.say(f"done: {recipe.folder} (tensorboard --logdir {recipe.folder})")
+    if len(held_out) < 64:
         return
-    prompt = torch.tensor(corpus.held_out.tokens[:64].astype("int64"), device=device)
-    tokens = generate(model, prompt, 240, temperature=0.8, context=recipe.data.seq_len, seed=recipe.seed)
-    reshard(model)
-    with contextlib.suppress(FileNotFoundError):
-        text = load_tokenizer(corpus.train.tokenizer).decode(tokens.tolist())
-        progress.say(f"the model continues 64 held-out tokens:\n{'-' * 60}\n{text}\n{'-' * 60}")
+    prompt = torch.tensor(held_out.tokens[:64].astype("int64"), device=run.device)
+    tokens = generate(run.model, prompt, 240, temperature=0.8, context=recipe.data.seq_len, seed=recipe.seed)
+    reshard(run.model)
+    try:
+        text = load_tokenizer(held_out.tokenizer).decode(tokens.tolist())
+    except (OSError, ValueError) as error:
+        text = f"{tokens.tolist()}\n(token ids: {error})"
+    run.progress.say(f"what the model writes after 64 held-out tokens:\n{'-' * 72}\n{text}\n{'-' * 72}")

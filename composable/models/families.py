@@ -108,4 +108,4 @@ def _rope(config: dict[str, Any]) -> RopeConfig:
     if scaling == "yarn" and "original_length" not in values:
         values["original_length"] = config["max_position_embeddings"]
     theta = theirs.get("rope_theta", config.get("rope_theta", 10000.0))
-    return RopeConfig(theta=float(theta), scaling=scaling, **values)
+    return RopeConfig(**{"theta": float(theta), "scaling": scaling, **values})

@@ -47,5 +47,6 @@ def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Compile every block's forward, and the loss of a model that has one as `model.loss`, in place: names stay."""
     for block in blocks:
         block.forward = torch.compile(block.forward)
-    if hasattr(model, "loss"):
-        model.loss = torch.compile(model.loss)
+    loss = getattr(model, "loss", None)
+    if callable(loss):
+        model.loss = torch.compile(loss)  # type: ignore[assignment]

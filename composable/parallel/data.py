@@ -4,6 +4,7 @@ Every reduction is a SUM: the loss is divided by the step's valid tokens before 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ def shard_data(model: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, views:
         policy = MixedPrecisionPolicy(
             getattr(torch, parallel.precision), getattr(torch, parallel.reduce), cast_forward_inputs=False
         )
-    options = {
+    options: dict[str, Any] = {
         "mesh": over,
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy(pin_memory=accelerated) if parallel.offload else OffloadPolicy(),

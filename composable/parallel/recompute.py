@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +37,7 @@ def recompute(blocks: Sequence[nn.Module], kind: str) -> None:
     """
     every = recompute_every(kind)
     for block in blocks[::every] if every else ():
-        options = {"use_reentrant": False, "preserve_rng_state": False}
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if kind == "selective":
             options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
         block.forward = functools.partial(checkpoint, block.forward, **options)

@@ -1,0 +1,220 @@
+"""A checkpoint's folder: the manifest that makes it complete, the newest complete one, and retention.
+
+A folder in the making holds `manifest.json.partial`; the last act of a save renames it to `manifest.json`. So a folder
+is complete or it is not, whenever the job dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from composable.checkpoint.shards import Box
+
+FORMAT = "composable.checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+PARTIAL = "manifest.json.partial"
+LATEST = "latest"
+STEP = re.compile(r"step-(\d{8,})")
+
+Checksums = Mapping[str, tuple[tuple[Box, str], ...]]  # tensor name -> (box, hexadecimal xxh3_64 of its bytes)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete checkpoint holds.
+
+    `files`: relative path -> (size in bytes, xxh3_64 of the content; None for a tensor file: its boxes have checksums).
+    `checksums`: section (`weights`, `optimizer`) -> tensor name -> its boxes, their bytes taken in row-major order.
+    """
+
+    files: Mapping[str, tuple[int, str | None]]
+    checksums: Mapping[str, Checksums]
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """The folder of a step's checkpoint: `root/step-%08d`."""
+    return Path(root) / f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step in a folder's name, None if it is not the folder of a step."""
+    match = STEP.fullmatch(Path(folder).name)
+    return int(match[1]) if match else None
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the folder's save came to its end (files that were damaged later are found by `load`)."""
+    return (Path(folder) / MANIFEST).is_file()
+
+
+def steps(root: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every step folder under `root`, complete or not, newest first."""
+    root = Path(root)
+    found = [(step_of(path), path) for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    return sorted(((step, path) for step, path in found if step is not None), reverse=True)
+
+
+def latest(root: Path) -> Path | None:
+    """The complete checkpoint of the highest step under `root`, None if there is none.
+
+    The folders decide. The text file `latest` beside them is written for people and scripts, and is not read.
+    """
+    return next((path for _, path in steps(root) if is_complete(path)), None)
+
+
+def prune(root: Path, keep: int) -> list[Path]:
+    """Delete all but the `keep` newest complete checkpoints (0: keep all), and incomplete ones older than the newest.
+
+    Call it on one rank, after a save. The newest complete checkpoint is never deleted, nor an incomplete folder while a
+    process writes to it. Returns the deleted folders. Raises ValueError for a negative `keep`.
+    """
+    if keep < 0:
+        raise ValueError(f"keep is {keep}; give the number of checkpoints to keep, or 0 to keep all")
+    found = steps(root)
+    complete = [path for _, path in found if is_complete(path)]
+    if not complete:
+        return []
+    newest = found.index(next(entry for entry in found if entry[1] == complete[0]))
+    old = complete[keep:] if keep else []
+    old += [path for _, path in found[newest:] if not is_complete(path)]
+    removed = []
+    for folder in old:
+        with contextlib.suppress(BlockingIOError), locked(folder):
+            if is_complete(folder):  # no longer complete before the first file goes
+                os.replace(folder / MANIFEST, folder / PARTIAL)
+                sync_folder(folder)
+            shutil.rmtree(folder)
+            removed.append(folder)
+    return removed
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock; BlockingIOError if another process has it. The kernel frees it when a process dies.
+
+    File systems without locks are taken as they are.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(f"{folder} is being written by another process; give each job a folder") from error
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(handle)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Make the folder complete: all else must be on the disk already."""
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "files": {
+            name: {"size": size} | ({"xxh3_64": digest} if digest else {})
+            for name, (size, digest) in manifest.files.items()
+        },
+        "checksums": {
+            "algorithm": "xxh3_64",
+            **{
+                section: {
+                    name: [{"offsets": box.offsets, "sizes": box.sizes, "xxh3_64": digest} for box, digest in boxes]
+                    for name, boxes in tensors.items()
+                }
+                for section, tensors in manifest.checksums.items()
+            },
+        },
+    }
+    write_file(folder / PARTIAL, json.dumps(document, separators=(",", ":")).encode())
+    os.replace(folder / PARTIAL, folder / MANIFEST)
+    sync_folder(folder)
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The folder's manifest; None for a plain safetensors folder.
+
+    Raises ValueError for an incomplete checkpoint, a manifest of a newer version, or one of something else.
+    """
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        if (path.parent / PARTIAL).is_file():
+            raise ValueError(f"{folder} is an incomplete checkpoint: its save did not come to an end; use another one")
+        return None
+    try:
+        document = json.loads(path.read_bytes())
+        form, version = document["format"], document["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a checkpoint's manifest: {error!r}") from error
+    if form != FORMAT:
+        raise ValueError(f"{path} has the format {form!r}, not {FORMAT!r}")
+    if version > VERSION:
+        raise ValueError(f"{path} has version {version}, this program reads up to {VERSION}; use a newer composable")
+    return Manifest(
+        {name: (entry["size"], entry.get("xxh3_64")) for name, entry in document["files"].items()},
+        {
+            section: {
+                name: tuple((Box(tuple(e["offsets"]), tuple(e["sizes"])), e["xxh3_64"]) for e in boxes)
+                for name, boxes in tensors.items()
+            }
+            for section, tensors in document["checksums"].items()
+            if section != "algorithm"
+        },
+    )
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Raise ValueError naming the first file of the manifest that is missing or has another size."""
+    for name, (size, _) in manifest.files.items():
+        path = Path(folder) / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing, its checkpoint's manifest lists it; use another checkpoint")
+        if (found := path.stat().st_size) != size:
+            raise ValueError(f"{path} has {found} bytes, its checkpoint's manifest says {size}; use another checkpoint")
+
+
+def check_content(folder: Path, manifest: Manifest) -> None:
+    """Raise ValueError naming the first of the small files whose content is not what was saved."""
+    for name, (_, digest) in manifest.files.items():
+        if digest and xxhash.xxh3_64_hexdigest((Path(folder) / name).read_bytes()) != digest:
+            raise ValueError(f"{Path(folder) / name} was changed since it was saved: its checksum does not match")
+
+
+def write_latest(folder: Path) -> None:
+    """Point `latest` beside a step's folder at it, atomically; other folders have no such file."""
+    if step_of(folder) is None:
+        return
+    temporary = folder.parent / f".{LATEST}.partial"
+    write_file(temporary, f"{folder.name}\n".encode())
+    os.replace(temporary, folder.parent / LATEST)
+    sync_folder(folder.parent)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a small file and bring it to the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring a folder's entries to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

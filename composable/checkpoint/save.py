@@ -1,0 +1,248 @@
+"""Saving: all ranks write their own bytes into one standard safetensors folder, and the manifest comes last."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from composable.checkpoint import folder as folders
+from composable.checkpoint.format import FilePlan, Place, TensorSpec, check_specs, encode_index, plan_files
+from composable.checkpoint.owners import Owned, plan_owners
+from composable.checkpoint.shards import Box, Piece, pieces_of
+from composable.checkpoint.together import rank_of, together
+from composable.checkpoint.transfer import naming, opened, run_all, write_all, write_box
+
+# Section -> (sub-folder, prefix of the files).
+SECTIONS: Mapping[str, tuple[str, str]] = {"weights": ("", "model"), "optimizer": ("optimizer", "optimizer")}
+
+Table = Mapping[str, Mapping[str, tuple[torch.dtype, tuple[int, ...], Box]]]  # section -> name -> what one rank holds
+
+
+@dataclass(frozen=True)
+class SectionPlan:
+    """One section of a checkpoint: its files, every tensor's place, and who writes which box of it."""
+
+    name: str
+    folder: str
+    prefix: str
+    files: tuple[FilePlan, ...]
+    places: Mapping[str, Place]
+    owners: Mapping[str, Sequence[Owned]]
+
+
+def save(
+    folder: Path,
+    weights: Mapping[str, Tensor | Piece],
+    optimizer: Mapping[str, Tensor | Piece],
+    files: Mapping[str, str | bytes],
+    *,
+    max_file_size: int = 5 * 10**9,
+    overwrite: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save a checkpoint; collective over the group (default: all ranks; a single process needs no process group).
+
+    Each rank gives the tensors that it holds under their global names: plain tensors (the same on every rank that gives
+    the name), DTensors, or `Piece`s. Tensors lie in the files in the natural order of their names, whatever the layout.
+    `files` (relative name -> content; rank 0's are written) go beside the weights. `max_file_size` is in bytes.
+
+    A left-over of a save that did not finish is replaced. A complete checkpoint, or tensor files that no save of ours
+    began, are refused with FileExistsError unless `overwrite`: a run that goes back to an earlier step deletes the
+    later ones, or says so. Raises ValueError, before anything is written, for a dtype that safetensors lacks, a shape
+    or dtype on which ranks disagree, and parts that do not cover a tensor exactly once. What fails on one rank (a full
+    disk) raises on all; then the folder has no manifest, its tensor files are removed, other checkpoints are as they
+    were.
+    """
+    folder, rank = Path(folder), rank_of(group)
+    pieces: dict[str, dict[str, Piece]] = {}
+
+    def describe() -> Table:
+        _check_names(files)
+        for section, tensors in (("weights", weights), ("optimizer", optimizer)):
+            pieces[section] = pieces_of(tensors)
+            check_specs(TensorSpec(name, piece.local.dtype, piece.shape) for name, piece in pieces[section].items())
+        return table_of(pieces)
+
+    sections = plan_sections(together(group, describe), max_file_size)
+    with contextlib.ExitStack() as stack:
+        together(group, lambda: _claim(stack, folder, overwrite) if rank == 0 else None)
+        try:
+            together(group, lambda: _create(folder, sections) if rank == 0 else None)
+            checksums = together(group, lambda: _write(folder, sections, pieces, rank))
+            together(group, lambda: _finish(folder, sections, files, checksums) if rank == 0 else None)
+        except Exception:
+            # Every rank has stopped writing: the exchange of errors is a barrier.
+            if rank == 0 and not folders.is_complete(folder):
+                with contextlib.suppress(OSError):
+                    clear(folder)
+            raise
+
+
+def table_of(pieces: Mapping[str, Mapping[str, Piece]]) -> Table:
+    """What this rank holds, as values that other ranks can be told."""
+    return {
+        section: {name: (piece.local.dtype, piece.shape, piece.box) for name, piece in tensors.items()}
+        for section, tensors in pieces.items()
+    }
+
+
+def merge_specs(tables: Sequence[Table], section: str) -> list[TensorSpec]:
+    """The tensors of a section that any rank holds, in natural order; ValueError if ranks disagree about one."""
+    specs: dict[str, TensorSpec] = {}
+    for rank, table in enumerate(tables):
+        for name, (dtype, shape, _) in table.get(section, {}).items():
+            spec = specs.setdefault(name, TensorSpec(name, dtype, shape))
+            if (spec.dtype, spec.shape) != (dtype, shape):
+                raise ValueError(
+                    f"{name}: rank {rank} has shape {shape}, {dtype}, a rank before it {spec.shape}, {spec.dtype}; "
+                    "one name is one tensor on all ranks"
+                )
+    return [specs[name] for name in sorted(specs, key=_natural)]
+
+
+def plan_sections(tables: Sequence[Table], max_file_size: int) -> list[SectionPlan]:
+    """The whole plan of a save from what every rank holds: the same on every rank, and no file is touched."""
+    plans, load = [], [0] * len(tables)
+    for section, (subfolder, prefix) in SECTIONS.items():
+        specs = merge_specs(tables, section)
+        if section == "optimizer" and not specs:
+            continue
+        held = [{name: box for name, (_, _, box) in table[section].items()} for table in tables]
+        owners = plan_owners(specs, held, load)
+        for spec in specs:
+            for rank, box in owners[spec.name]:
+                load[rank] += box.numel * spec.dtype.itemsize
+        files = tuple(plan_files(specs, max_file_size, prefix))
+        places = {place.spec.name: place for file in files for place in file.places}
+        plans.append(SectionPlan(section, subfolder, prefix, files, places, owners))
+    return plans
+
+
+def clear(folder: Path) -> None:
+    """Remove a checkpoint's tensors from a folder, after making it incomplete; other files stay."""
+    if folders.is_complete(folder):
+        os.replace(folder / folders.MANIFEST, folder / folders.PARTIAL)
+        folders.sync_folder(folder)
+    for pattern in ("*.safetensors", "*.safetensors.index.json"):
+        for path in folder.glob(pattern):
+            path.unlink()
+    shutil.rmtree(folder / SECTIONS["optimizer"][0], ignore_errors=True)
+
+
+def _claim(stack: contextlib.ExitStack, folder: Path, overwrite: bool) -> None:
+    """Make the folder ours: refuse what must not be lost, take its lock, clear it, mark it as being written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stack.enter_context(folders.locked(folder))
+    if folders.is_complete(folder) and not overwrite:
+        raise FileExistsError(
+            f"{folder} holds a complete checkpoint; save to another folder, delete it, or pass overwrite=True"
+        )
+    begun = (folder / folders.PARTIAL).exists() or folders.step_of(folder) is not None
+    if not (begun or overwrite) and any(folder.glob("*.safetensors")):
+        raise FileExistsError(
+            f"{folder} holds safetensors files that are no unfinished checkpoint; save to another folder, "
+            "or pass overwrite=True to replace them"
+        )
+    clear(folder)
+    folders.write_file(folder / folders.PARTIAL, b"")
+
+
+def _create(folder: Path, sections: Sequence[SectionPlan]) -> None:
+    """Create every tensor file at its full size with its header: a full disk shows here."""
+    for section in sections:
+        (folder / section.folder).mkdir(exist_ok=True)
+        for file in section.files:
+            path = folder / section.folder / file.name
+            with naming(path), opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as handle:
+                os.posix_fallocate(handle, 0, file.size)
+                write_all(handle, memoryview(file.header), 0)
+
+
+def _write(
+    folder: Path, sections: Sequence[SectionPlan], pieces: Mapping[str, Mapping[str, Piece]], rank: int
+) -> list[tuple[str, str, Box, str]]:
+    """Write and sync this rank's boxes; returns (section, name, box, checksum) of each. Rank 0 syncs every file."""
+    checksums: list[tuple[str, str, Box, str]] = []
+    with contextlib.ExitStack() as stack:
+        handles: dict[Path, int] = {}
+
+        def write(section: SectionPlan, name: str, box: Box, path: Path) -> None:
+            with naming(path):
+                digest = write_box(handles[path], section.places[name], pieces[section.name][name], box)
+            checksums.append((section.name, name, box, digest))
+
+        def sync(path: Path) -> None:
+            with naming(path):
+                os.fsync(handles[path])
+
+        tasks = []
+        for section in sections:
+            for file in section.files:
+                path = folder / section.folder / file.name
+                mine = [
+                    (section, place.spec.name, box, path)
+                    for place in file.places
+                    for owner, box in section.owners[place.spec.name]
+                    if owner == rank
+                ]
+                if mine or rank == 0:
+                    handles[path] = stack.enter_context(opened(path, os.O_WRONLY))
+                tasks += mine
+        run_all(write, tasks)
+        run_all(sync, [(path,) for path in handles])
+    return checksums
+
+
+def _finish(
+    folder: Path,
+    sections: Sequence[SectionPlan],
+    files: Mapping[str, str | bytes],
+    checksums: Sequence[Sequence[tuple[str, str, Box, str]]],
+) -> None:
+    """Write the small files, then the manifest, then `latest`, each on the disk before the next."""
+    entries: dict[str, tuple[int, str | None]] = {}
+    contents = {name: text.encode() if isinstance(text, str) else text for name, text in files.items()}
+    for section in sections:
+        base = PurePosixPath(section.folder)
+        entries |= {str(base / file.name): (file.size, None) for file in section.files}
+        contents[str(base / f"{section.prefix}.safetensors.index.json")] = encode_index(section.files).encode()
+    for name, content in contents.items():
+        folders.write_file(folder / name, content)
+        entries[name] = (len(content), xxhash.xxh3_64_hexdigest(content))
+    for path in {(folder / name).parent for name in entries} | {folder, folder.parent}:
+        folders.sync_folder(path)
+    boxes: dict[str, dict[str, list[tuple[Box, str]]]] = {s.name: {name: [] for name in s.places} for s in sections}
+    for section_name, name, box, digest in sorted(
+        (entry for entries_of_rank in checksums for entry in entries_of_rank), key=lambda entry: entry[2].offsets
+    ):
+        boxes[section_name][name].append((box, digest))
+    frozen = {section: {name: tuple(b) for name, b in tensors.items()} for section, tensors in boxes.items()}
+    folders.write_manifest(folder, folders.Manifest(entries, frozen))
+    folders.write_latest(folder)
+
+
+def _check_names(files: Mapping[str, str | bytes]) -> None:
+    for name in files:
+        path = PurePosixPath(name)
+        ours = name.startswith(folders.MANIFEST) or path.parts[:1] == (SECTIONS["optimizer"][0],)
+        tensors = name.endswith((".safetensors", ".safetensors.index.json"))
+        if not name or path.is_absolute() or ".." in path.parts or ours or tensors:
+            raise ValueError(
+                f"an extra file cannot be called {name!r}; give a path inside the folder that is no tensor file, "
+                f"no index, not {folders.MANIFEST} and not in {SECTIONS['optimizer'][0]}/"
+            )
+
+
+def _natural(name: str) -> list[int | str]:
+    """A sort key by which layer 10 comes after layer 9."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", name)]

@@ -1,0 +1,195 @@
+"""Bytes between a rank's memory and a file, in bounded chunks: no rank holds more than 64 MiB beyond its tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from composable.checkpoint.format import Place, TensorSpec
+from composable.checkpoint.shards import Box, Piece, byte_runs, chunk_boxes, row_major_strides
+
+THREADS = 4
+COPIED = (64 << 20) // THREADS  # bytes of one thread's copy of what cannot be written or read in place
+SHORT_RUN = 16 << 10  # bytes: shorter runs are read together with what lies between them ...
+MAX_SPREAD = 16  # ... unless that multiplies the bytes read by more than this
+
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The same memory, strides and shape as integers of the same size: copies of it keep every bit."""
+    return tensor.view(_RAW[tensor.element_size()])
+
+
+def run_all(function: Callable[..., None], tasks: Iterable[tuple[Any, ...]]) -> None:
+    """Call `function` with each argument tuple on a few threads; the first error stops the rest.
+
+    System calls, hashes of large buffers and torch's copies run without the interpreter's lock.
+    """
+    with ThreadPoolExecutor(THREADS) as pool:
+        futures = [pool.submit(function, *task) for task in tasks]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+
+
+def write_box(handle: int, place: Place, piece: Piece, box: Box) -> str:
+    """Write one box of a tensor to its place in an open file; returns the xxh3_64 of its bytes."""
+    digest, itemsize = xxhash.xxh3_64(), place.spec.dtype.itemsize
+    for part, data in _memory(piece, box):
+        digest.update(data)
+        for at, start, size in byte_runs(part, piece.shape, itemsize):
+            write_all(handle, data[start : start + size], place.offset + at)
+    return digest.hexdigest()
+
+
+def hash_memory(piece: Piece, box: Box) -> str:
+    """The xxh3_64 of a box's row-major bytes as this rank holds them."""
+    digest = xxhash.xxh3_64()
+    for _, data in _memory(piece, box):
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _memory(piece: Piece, box: Box) -> Iterator[tuple[Box, memoryview]]:
+    """The row-major bytes of a box, part by part: one part in place where memory has them so, else bounded copies."""
+    limit = box.numel * piece.local.element_size() if _in_place(piece, box) else COPIED
+    for part in chunk_boxes(box, piece.local.element_size(), limit):
+        values = piece.local[part.slices(piece.box.offsets)].resolve_conj().resolve_neg()
+        yield part, _bytes(raw(values).contiguous().cpu())
+
+
+def _lazy(tensor: Tensor) -> bool:
+    """Whether the memory is not the values: a conjugate or a negative that torch has not carried out."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def _in_place(piece: Piece, box: Box) -> bool:
+    local = piece.local
+    return local.device.type == "cpu" and not _lazy(local) and local[box.slices(piece.box.offsets)].is_contiguous()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def read_box(handle: int, place: Place, piece: Piece, box: Box) -> None:
+    """Read one box of a tensor from its place in an open file into this rank's memory, with a cast if dtypes differ."""
+    spec = place.spec
+    same = spec.dtype == piece.local.dtype and not _lazy(piece.local)
+    if same and _in_place(piece, box) and not _reads_between(spec, box):
+        data = _bytes(raw(piece.local)[box.slices(piece.box.offsets)])
+        for at, start, size in byte_runs(box, spec.shape, spec.dtype.itemsize):
+            read_all(handle, data[start : start + size], place.offset + at)
+        return
+    for part, values in _read(handle, place, box):
+        target = piece.local[part.slices(piece.box.offsets)]
+        if same:
+            raw(target).copy_(values)  # as integers: every bit, whatever the dtype's own copy does
+        else:
+            target.copy_(values.view(spec.dtype))
+
+
+def hash_file(handle: int, place: Place, box: Box) -> str:
+    """The xxh3_64 of a box's row-major bytes as the file holds them."""
+    digest = xxhash.xxh3_64()
+    for _, values in _read(handle, place, box):
+        digest.update(_bytes(values.contiguous()))
+    return digest.hexdigest()
+
+
+def _read(handle: int, place: Place, box: Box) -> Iterator[tuple[Box, Tensor]]:
+    """A box's values from the file as integers of the same size (of any strides), part by part in row-major order."""
+    spec, itemsize = place.spec, place.spec.dtype.itemsize
+    between = _reads_between(spec, box)
+    spread = math.ceil(_spread(spec, box)) if between else 1
+    strides = row_major_strides(spec.shape)
+    for part in chunk_boxes(box, itemsize * spread, COPIED // 2):
+        if between:
+            span = 1 + sum((n - 1) * s for n, s in zip(part.sizes, strides, strict=True))
+            buffer = torch.empty(span, dtype=_RAW[itemsize])
+            start = sum(o * s for o, s in zip(part.offsets, strides, strict=True)) * itemsize
+            read_all(handle, _bytes(buffer), place.offset + start)
+            yield part, buffer.as_strided(part.sizes, strides)
+        else:
+            buffer = torch.empty(part.sizes, dtype=_RAW[itemsize])
+            data = _bytes(buffer)
+            for at, begin, size in byte_runs(part, spec.shape, itemsize):
+                read_all(handle, data[begin : begin + size], place.offset + at)
+            yield part, buffer
+
+
+def _reads_between(spec: TensorSpec, box: Box) -> bool:
+    """Whether a box's runs are so short that reading what lies between them costs less than many small reads."""
+    runs = byte_runs(box, spec.shape, spec.dtype.itemsize)
+    first = next(runs, None)
+    return (
+        first is not None
+        and first[2] < min(SHORT_RUN, box.numel * spec.dtype.itemsize)
+        and (_spread(spec, box) <= MAX_SPREAD)
+    )
+
+
+def _spread(spec: TensorSpec, box: Box) -> float:
+    """Bytes from a box's first row to its last, over the box's own."""
+    return math.prod(spec.shape[1:]) / math.prod(box.sizes[1:])
+
+
+def write_all(handle: int, data: memoryview, offset: int) -> None:
+    """`pwrite` until all is written (one call writes at most 2 GiB, and less on a disk that fills up)."""
+    while data:
+        written = os.pwrite(handle, data, offset)
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        data, offset = data[written:], offset + written
+
+
+def read_all(handle: int, data: memoryview, offset: int) -> None:
+    """`preadv` until the buffer is full; OSError where the file ends first."""
+    while data:
+        got = os.preadv(handle, [data], offset)
+        if not got:
+            raise OSError(errno.EIO, f"the file ends at byte {offset}, {len(data)} bytes too early")
+        data, offset = data[got:], offset + got
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """A file descriptor, closed at the end."""
+    handle = os.open(path, flags, 0o666)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def opened_files(folder: Path, names: Iterable[str]) -> Iterator[dict[str, int]]:
+    """Descriptors of some files of a folder, to read from."""
+    with contextlib.ExitStack() as stack:
+        yield {name: stack.enter_context(opened(folder / name, os.O_RDONLY)) for name in names}
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the file's name to a system error that has none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(f"{path}: {error}") from error

@@ -1,0 +1,322 @@
+"""Token files: a data set as one array of token ids and the place where each document begins.
+
+A token file is a safetensors file, so any safetensors reader opens it. It holds two tensors:
+
+* `tokens` [N]: uint8, uint16 or uint32, the smallest that holds `vocab_size`; documents one after another, nothing
+  between;
+* `offsets` [D + 1] int64: where each of the D documents begins; the first is 0 and the last is N;
+
+and this metadata, all of it strings, as the format demands:
+
+* `format` = "composable.tokens", `version` = "1";
+* `vocab_size`, and `eos` and `bos`: token ids, or "" where there is none;
+* `tokenizer`: the name of what made the ids; `source`: what they were made from.
+
+Files are written by `tools/prepare_data.py`, or with `TokenWriter`, and mapped into memory by `open_tokens`: opening
+one costs no reading of tokens, and all processes of a machine share its pages.
+"""
+
+import contextlib
+import json
+import os
+import struct
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+import xxhash
+
+FORMAT = "composable.tokens"
+VERSION = 1
+PYTHON_STDLIB = "python-stdlib"
+
+_DTYPES: dict[str, np.dtype[Any]] = {"U8": np.dtype("u1"), "U16": np.dtype("<u2"), "U32": np.dtype("<u4")}
+_MAX_HEADER = 1 << 20  # ours is below one KiB but for a long source; a foreign file's first 8 bytes are any number
+_WRITE_BUFFER = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """A data set: token ids and the borders of its documents.
+
+    `tokens` [N] unsigned integers; `offsets` [D + 1] int64, the start of each document, the last being N. `eos` and
+    `bos` are token ids or None. `path` and `start` say which file, and which token of it, the first token is (None
+    and 0 in memory): a mapped data set travels to another process as its path, not as its bytes. Raises ValueError
+    when offsets do not span tokens.
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    vocab_size: int
+    eos: int | None = None
+    bos: int | None = None
+    tokenizer: str = ""
+    source: str = ""
+    path: str | None = None
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.offsets) == 0 or self.offsets[0] != 0 or self.offsets[-1] != len(self.tokens):
+            raise ValueError(
+                f"offsets must begin with 0 and end with the number of tokens, {len(self.tokens)}; "
+                f"got {self.offsets[:1]} ... {self.offsets[-1:]}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def documents(self) -> int:
+        """The number of documents."""
+        return len(self.offsets) - 1
+
+    def slice(self, start: int, stop: int) -> "Tokens":
+        """The tokens start..stop (0 <= start <= stop <= N); a document that the range cuts is one on both sides."""
+        if not 0 <= start <= stop <= len(self):
+            raise ValueError(f"a slice needs 0 <= start <= stop <= {len(self)}; got start {start}, stop {stop}")
+        first = int(np.searchsorted(self.offsets, start, side="right"))
+        last = int(np.searchsorted(self.offsets, stop, side="left"))
+        inner = np.asarray(self.offsets[first:last], dtype=np.int64) - start
+        ends = [stop - start] if stop > start else []
+        return Tokens(
+            self.tokens[start:stop],
+            np.concatenate([[0], inner, ends]).astype(np.int64),
+            self.vocab_size,
+            self.eos,
+            self.bos,
+            self.tokenizer,
+            self.source,
+            self.path,
+            self.start + start,
+        )
+
+    def split(self, holdout: float) -> tuple["Tokens", "Tokens"]:
+        """(train, held out): the held-out part is the tail that holds this share of the tokens, rounded down."""
+        if not 0.0 <= holdout < 1.0:
+            raise ValueError(f"holdout is a share of the tokens, at least 0 and below 1; got {holdout}")
+        cut = len(self) - int(len(self) * holdout)
+        return self.slice(0, cut), self.slice(cut, len(self))
+
+    def fingerprint(self) -> str:
+        """A short name of this data, the same on every machine: a run that resumes on other data can tell.
+
+        It covers the sizes, the tokenizer, every document border and the first and last 64 KiB of tokens, not each
+        token.
+        """
+        edge = (64 << 10) // self.tokens.itemsize
+        digest = xxhash.xxh3_128()
+        facts = (len(self), self.documents, self.vocab_size, self.eos, self.bos, self.tokenizer, self.tokens.itemsize)
+        digest.update(repr(facts).encode())
+        for part in (self.offsets, self.tokens[:edge], self.tokens[max(0, len(self) - edge) :]):
+            digest.update(np.ascontiguousarray(part).view(np.uint8).data)
+        return digest.hexdigest()
+
+    def __reduce__(self) -> tuple[Callable[..., "Tokens"], tuple[Any, ...]]:
+        if self.path is not None:
+            return _reopen, (self.path, self.start, self.start + len(self))
+        fields = (self.tokens, self.offsets, self.vocab_size, self.eos, self.bos, self.tokenizer, self.source)
+        return Tokens, fields
+
+
+def _reopen(path: str, start: int, stop: int) -> Tokens:
+    return open_tokens(path).slice(start, stop)
+
+
+def load_tokens(path: str) -> Tokens:
+    """The data set that `path` names: a token file, or "python-stdlib" for the text of Python's standard library.
+
+    Raises FileNotFoundError where there is no such file, ValueError where it is no token file.
+    """
+    if path == PYTHON_STDLIB:
+        from composable.data.text import python_stdlib  # text makes Tokens, so it imports this module
+
+        return python_stdlib()
+    if not os.path.exists(path):
+        raise FileNotFoundError(
+            f"data path {path!r} is neither {PYTHON_STDLIB!r} nor a file: make a token file with "
+            f"`python tools/prepare_data.py TEXT... --out {path}`, or write --data.path {PYTHON_STDLIB}"
+        )
+    return open_tokens(path)
+
+
+def open_tokens(path: str | os.PathLike[str]) -> Tokens:
+    """Map a token file into memory.
+
+    Raises ValueError, naming the file, where it is truncated, foreign, of a newer version or damaged, and OSError
+    where it cannot be read.
+    """
+    path = os.path.abspath(path)
+    if os.path.isdir(path):
+        raise _bad(path, "it is a folder")
+    header, data_start = _read_header(path)
+    metadata = header.get("__metadata__")
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        raise _bad(path, f"it is a safetensors file of another kind (its metadata has no format={FORMAT!r})")
+    version = str(metadata.get("version"))
+    if version != str(VERSION):
+        raise _bad(path, f"it is of format version {version}, and this release reads version {VERSION}")
+    try:
+        tokens = _map(path, data_start, header["tokens"], _DTYPES)
+        offsets = _map(path, data_start, header["offsets"], {"I64": np.dtype("<i8")})
+        vocab_size, eos, bos = int(metadata["vocab_size"]), _optional(metadata["eos"]), _optional(metadata["bos"])
+        tokenizer, source = metadata["tokenizer"], metadata["source"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise _bad(path, f"its header is incomplete or damaged ({type(error).__name__}: {error})") from error
+    if not offsets.flags.aligned:
+        offsets = np.array(offsets)  # searching an unaligned array would copy it at each call
+    if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(tokens) or bool((np.diff(offsets) < 0).any()):
+        raise _bad(path, f"its offsets do not rise from 0 to its {len(tokens)} tokens")
+    return Tokens(tokens, offsets, vocab_size, eos, bos, tokenizer, source, path)
+
+
+def _bad(path: str, reason: str) -> ValueError:
+    return ValueError(
+        f"{path} is not a usable token file: {reason}. Make one with `python tools/prepare_data.py TEXT... --out FILE`."
+    )
+
+
+def _optional(text: str) -> int | None:
+    return int(text) if text else None
+
+
+def _read_header(path: str) -> tuple[dict[str, Any], int]:
+    """The safetensors header and where the tensors' bytes begin; the file is checked to be as long as it says."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= _MAX_HEADER:
+            raise _bad(path, "it is not a safetensors file")
+        text = file.read(length)
+    if len(text) < length:
+        raise _bad(path, f"it is truncated: {size} bytes, and its header alone has {length}")
+    try:
+        header = json.loads(text)
+        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        expected = 8 + length + int(end)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+        raise _bad(path, "it is not a safetensors file") from error
+    if size != expected:
+        state = "truncated" if size < expected else "longer than its header says"
+        raise _bad(path, f"it is {state}: {size} bytes where the header asks for {expected}")
+    return header, 8 + length
+
+
+def _map(path: str, data_start: int, entry: dict[str, Any], dtypes: dict[str, np.dtype]) -> np.ndarray:
+    dtype = dtypes[entry["dtype"]]
+    (count,) = entry["shape"]
+    begin, end = entry["data_offsets"]
+    if end - begin != count * dtype.itemsize or begin < 0:
+        raise ValueError(f"{count} elements of {dtype} do not fill the bytes {begin}..{end}")
+    if count == 0:
+        return np.empty(0, dtype)  # nothing to map: the system refuses an empty range
+    # A plain view: slicing a memmap object itself is several times slower.
+    return np.asarray(np.memmap(path, dtype, mode="r", offset=data_start + begin, shape=(count,)))
+
+
+class TokenWriter:
+    """Writes a token file document by document; use it in a `with` block.
+
+    Tokens go to a temporary file beside `path`, which takes its name only when the block ends without an error: the
+    file is complete or absent. Only offsets are held in memory (8 bytes a document). An existing file is replaced.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        vocab_size: int,
+        *,
+        eos: int | None = None,
+        bos: int | None = None,
+        tokenizer: str = "",
+        source: str = "",
+    ):
+        if not 1 <= vocab_size <= 1 << 32:
+            raise ValueError(f"vocab_size must be from 1 to {1 << 32}; got {vocab_size}")
+        for name, token in (("eos", eos), ("bos", bos)):
+            if token is not None and not 0 <= token < vocab_size:
+                raise ValueError(f"{name} must be below vocab_size {vocab_size} and not negative; got {token}")
+        self.path = Path(path)
+        self.vocab_size = vocab_size
+        self._code = "U8" if vocab_size <= 1 << 8 else "U16" if vocab_size <= 1 << 16 else "U32"
+        self._metadata = {
+            "format": FORMAT,
+            "version": str(VERSION),
+            "vocab_size": str(vocab_size),
+            "eos": "" if eos is None else str(eos),
+            "bos": "" if bos is None else str(bos),
+            "tokenizer": tokenizer,
+            "source": source,
+        }
+        # The header comes first in the file and its numbers are known last: room is kept for the largest they can be.
+        room = len(self._header(1 << 62, 1 << 62))
+        self._room = room + -room % 8
+        if self._room > _MAX_HEADER:
+            raise ValueError(f"tokenizer and source must be shorter than {_MAX_HEADER} bytes together; shorten source")
+        self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        self._offsets = array("q", [0])
+        self._file: BinaryIO | None = None
+
+    def _header(self, tokens: int, documents: int) -> bytes:
+        middle = tokens * _DTYPES[self._code].itemsize
+        end = middle + 8 * (documents + 1)
+        header = {
+            "__metadata__": self._metadata,
+            "tokens": {"dtype": self._code, "shape": [tokens], "data_offsets": [0, middle]},
+            "offsets": {"dtype": "I64", "shape": [documents + 1], "data_offsets": [middle, end]},
+        }
+        return json.dumps(header, separators=(",", ":")).encode()
+
+    def __enter__(self) -> Self:
+        self._file = open(self._temporary, "wb", buffering=_WRITE_BUFFER)
+        self._file.write(bytes(8 + self._room))
+        return self
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Append one document: [n] integer ids below vocab_size. One without tokens adds no document."""
+        if self._file is None:
+            raise RuntimeError("TokenWriter.add works inside of a `with TokenWriter(...) as writer:` block")
+        if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "ui"):
+            raise ValueError(f"a document is a vector of integers; got {tokens.dtype} of shape {tokens.shape}")
+        if len(tokens) == 0:
+            return
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.vocab_size:
+            wrong = low if low < 0 else high
+            raise ValueError(f"token id {wrong} is outside of the vocabulary of {self.vocab_size} tokens")
+        self._file.write(np.ascontiguousarray(tokens, dtype=_DTYPES[self._code]).data)
+        self._offsets.append(self._offsets[-1] + len(tokens))
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens added."""
+        return self._offsets[-1]
+
+    @property
+    def documents(self) -> int:
+        """The number of documents added."""
+        return len(self._offsets) - 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        file, self._file = self._file, None
+        assert file is not None
+        try:
+            with file:
+                if error is None:
+                    file.write(np.asarray(self._offsets, dtype="<i8").data)
+                    file.seek(0)
+                    file.write(struct.pack("<Q", self._room))
+                    file.write(self._header(self.tokens, self.documents).ljust(self._room))
+                    file.flush()
+                    os.fsync(file.fileno())
+            if error is None:
+                os.replace(self._temporary, self.path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._temporary)  # gone already when it was renamed

@@ -1,0 +1,1 @@
+"""From gradients to updated weights: optimizers, learning-rate schedules and clipping, whatever the sharding."""

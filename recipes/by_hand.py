@@ -1,0 +1,74 @@
+"""The training of dense_debug written out as a plain loop over the same parts, for people who want their own loop.
+
+torchrun --standalone --nproc-per-node 2 recipes/by_hand.py --steps 100 --out runs/by_hand
+"""
+
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from dense_debug import RECIPE
+
+from composable.checkpoint.folder import latest, step_folder
+from composable.checkpoint.load import load
+from composable.checkpoint.save import save
+from composable.data.loader import accumulation, build_loader
+from composable.data.tokens import load_tokens
+from composable.mesh import distributed
+from composable.models.decoder import Decoder
+from composable.models.init import decoder_init
+from composable.models.loss import IGNORE
+from composable.optim.clip import clip_by_global_norm
+from composable.optim.optimizers import build_optimizer, optimizer_tensors, set_learning_rate
+from composable.optim.schedules import learning_rate
+from composable.parallel.compose import compose
+from composable.parallel.data import begin_micro_batch
+from composable.recipe import command_line
+
+
+def main() -> None:
+    recipe = command_line(RECIPE)
+    with distributed() as device:
+        mesh = recipe.mesh.resolve(dist.get_world_size(), replicate=recipe.parallel.data == "ddp")
+        data = recipe.data
+        tokens, _held_out = load_tokens(data.path).split(data.holdout)
+        ranks = {"data_rank": mesh.data_rank(dist.get_rank()), "data_ranks": mesh.data_ranks}
+
+        with torch.device("meta"):
+            model = Decoder(recipe.model).to(recipe.torch_dtype)
+        init = decoder_init(recipe.model)
+        compose(model, mesh, recipe.parallel, blocks=model.blocks, init=init, seed=recipe.seed, device=device)
+        optimizer = build_optimizer(model, recipe.optimizer)
+        weights, state = dict(model.named_parameters()), optimizer_tensors(model, optimizer)
+
+        checkpoints = recipe.folder / "checkpoints"
+        start = 0
+        if newest := latest(checkpoints):
+            load(newest, weights, state)
+            start = int(newest.name.removeprefix("step-"))
+
+        batches = build_loader(tokens, data, seed=recipe.seed, position=start * data.global_batch, **ranks)
+        for step in range(start + 1, recipe.steps + 1):
+            micro_batches = list(islice(batches, accumulation(data, mesh.data_ranks)))
+            valid = torch.tensor(sum(int((b.labels != IGNORE).sum()) for b in micro_batches), device=device)
+            dist.all_reduce(valid)
+            total = torch.zeros((), dtype=torch.float64, device=device)
+            for batch in micro_batches:
+                begin_micro_batch(model, recipe.parallel.data, last=batch is micro_batches[-1])
+                tokens_, labels, positions, documents, _samples = batch.to(device)
+                loss = model(tokens_, labels, positions, documents) / valid
+                loss.backward()
+                total += loss.detach()
+            norm = clip_by_global_norm(model.parameters(), recipe.optimizer.max_norm)
+            set_learning_rate(optimizer, learning_rate(recipe.schedule, step, recipe.steps, recipe.peak_lr))
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.all_reduce(total)
+            if dist.get_rank() == 0:
+                print(f"step {step} loss {total.item()!r} grad_norm {norm.item()!r}", flush=True)
+        if start < recipe.steps:
+            save(step_folder(checkpoints, recipe.steps), weights, state, files={})
+
+
+if __name__ == "__main__":
+    main()
