@@ -24,13 +24,21 @@ def strided_split_factor(placement: Placement) -> int | None:
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
 
 
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """FSDP2's placement for a dimension of which mesh dimensions to its right took `split_factor` shards before.
+
+    For plans and proofs without a process group; a composed model has it from `fully_shard`. Checked on torch 2.13.
+    """
+    return _StridedShard(dim, split_factor=split_factor)
+
+
 @torch.library.custom_op("composable::onednn_linear", mutates_args=())
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., I] @ weight [O, I]^T + bias [O] by oneDNN's float32 matrix product, with gradients; CPU only.
 
-    `F.linear` gives float32 to MKL; the oneDNN product has no public name. Measured on an AMD EPYC core with AVX-512: 250
-    against 107 GFLOP/s forward, 210 against 100 with backward. An operator of our own, because inductor's lowering of
-    torch's operator takes constant weights only. Checked on torch 2.13.
+    `F.linear` gives float32 to MKL; the oneDNN product has no public name. Measured on an AMD EPYC core with AVX-512:
+    250 against 107 GFLOP/s forward, 210 against 100 with backward. An operator of our own, because inductor's lowering
+    of torch's operator takes constant weights only. Checked on torch 2.13.
     """
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 

@@ -86,8 +86,8 @@ class Mesh:
             mesh = replace(self, dp_shard=1, dp_replicate=-1 if self.dp_replicate == 1 else self.dp_replicate)
         elif replicate:
             raise ValueError(
-                f"mesh.dp_shard={self.dp_shard}: parallel.data=ddp keeps parameters whole on every rank, so dp_shard is 1; "
-                f"write mesh.dp_replicate={self.dp_shard}, or choose zero1, zero2 or zero3 to shard"
+                f"mesh.dp_shard={self.dp_shard}: parallel.data=ddp keeps parameters whole on every rank, so dp_shard "
+                f"is 1; write mesh.dp_replicate={self.dp_shard}, or choose zero1, zero2 or zero3 to shard"
             )
         mesh = _take_what_is_left(mesh, world)
         _check_experts(mesh)
@@ -144,8 +144,8 @@ def _take_what_is_left(mesh: Mesh, world: int) -> Mesh:
     if free and world % fixed:
         near = [n for n in (world // fixed * fixed, (world // fixed + 1) * fixed) if n]
         raise ValueError(
-            f"the mesh {said} needs a multiple of {fixed} ranks, and there are {world}; start {_either(near)} ranks, or "
-            f"choose degrees whose product divides {world}"
+            f"the mesh {said} needs a multiple of {fixed} ranks, and there are {world}; start {_either(near)} ranks, "
+            f"or choose degrees whose product divides {world}"
         )
     if free:
         return replace(mesh, **{free[0]: world // fixed})
@@ -170,8 +170,8 @@ def _check_experts(mesh: Mesh) -> None:
         legal = [ep for ep in range(1, ranks + 1) if ranks % (ep * mesh.etp) == 0]
         near = sorted(sorted(legal, key=lambda ep: abs(ep - mesh.ep))[:2])
         raise ValueError(
-            f"mesh.ep={mesh.ep} with etp={mesh.etp}: ep*etp must divide dp_shard*cp*tp = {ranks}, the ranks that share a "
-            f"layer's experts; the nearest ep is {_either(near)}"
+            f"mesh.ep={mesh.ep} with etp={mesh.etp}: ep*etp must divide dp_shard*cp*tp = {ranks}, the ranks that share "
+            f"a layer's experts; the nearest ep is {_either(near)}"
         )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import runpy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -130,6 +131,20 @@ class Recipe:
     def to_json(self) -> str:
         """All fields, as recipe.json holds them."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+
+def recipe_of(script: Path) -> Recipe:
+    """The value `RECIPE` of a recipe script, which is run as a module to get it.
+
+    Raises:
+        ValueError: there is no such file, or it has no RECIPE.
+    """
+    if not script.is_file():
+        raise ValueError(f"{script} is not a file; give the path of a recipe script, such as recipes/dense_debug.py")
+    recipe = runpy.run_path(str(script), run_name="recipe").get("RECIPE")
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"{script} has no RECIPE of type Recipe; the scripts in recipes/ show how one is written")
+    return recipe
 
 
 def command_line(recipe: Recipe, args: list[str] | None = None) -> Recipe:

@@ -144,7 +144,7 @@ def check_same_run(folder: Path, facts: Mapping[str, Any], recipe: Recipe, corpu
     """
     if facts["version"] > VERSION:
         raise ValueError(
-            f"{folder / STATE} has version {facts['version']}, and this composable {composable.__version__} reads up to "
+            f"{folder / STATE} has version {facts['version']}, and composable {composable.__version__} reads up to "
             f"{VERSION}; update composable"
         )
     was = {f"model.{name}": value for name, value in facts["recipe"]["model"].items()}

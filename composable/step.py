@@ -53,8 +53,9 @@ def train_step(
 ) -> StepResult:
     """Gradients of all micro-batches, clipping, update; collective over all ranks.
 
-    The loss of the step is the sum over its valid tokens divided by their number on all ranks, which is known before the
-    first forward pass, so that every later reduction is a plain sum. The device is waited for once, before the update.
+    The loss of the step is the sum over its valid tokens divided by their number on all ranks, which is known before
+    the first forward pass, so that every later reduction is a plain sum. The device is waited for once, before the
+    update.
 
     Args:
         model: `model(tokens, labels, positions, documents)` gives the summed loss of a micro-batch.

@@ -42,7 +42,7 @@ from composable.step import StepResult, evaluate, train_step
 
 @record
 def main(recipe: Recipe) -> None:
-    """What a recipe script runs: options from the command line, then `train`; bad input ends it with one line a rank."""
+    """What a recipe script runs: options from the command line, then `train`; bad input ends it with a line a rank."""
     try:
         train(command_line(recipe))
     except (ValueError, OSError) as error:
@@ -242,10 +242,10 @@ def announce(run: Run, start: TrainState, remarks: list[str]) -> None:
     count, steps = count_parameters(model), recipe.steps
     lines = [
         f"composable {composable.__version__}: {recipe.name}",
-        f"  model   {count.total:,} parameters ({count.without_embedding:,} without embedding), {model.layers} layers of "
-        f"width {model.dim}, {flops_per_token(model, data.seq_len):,} FLOPs per token",
-        f"  mesh    {recipe.mesh} on {dist.get_world_size()} x {run.device.type}, {recipe.dtype}, {recipe.parallel.data}, "
-        f"accumulation {accumulation(data, recipe.mesh.data_ranks)}",
+        f"  model   {count.total:,} parameters ({count.without_embedding:,} without embedding), {model.layers} layers "
+        f"of width {model.dim}, {flops_per_token(model, data.seq_len):,} FLOPs per token",
+        f"  mesh    {recipe.mesh} on {dist.get_world_size()} x {run.device.type}, {recipe.dtype}, "
+        f"{recipe.parallel.data}, accumulation {accumulation(data, recipe.mesh.data_ranks)}",
         f"  data    {data.path}: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out",
         f"  batch   {data.global_batch} rows of {data.seq_len} tokens, learning rate {recipe.peak_lr:g} at its peak",
     ]

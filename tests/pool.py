@@ -73,7 +73,7 @@ class Pool:
     def run(
         self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any
     ) -> list[Any]:
-        """Call `function(*args, **kwargs)` on `world` ranks with a default gloo group; raises RankError if any raised."""
+        """Call `function(*args, **kwargs)` on `world` ranks with a default gloo group; RankError if any raised."""
         self._start(world)
         self.calls += 1
         waiting = {}

@@ -17,7 +17,7 @@ from torch import Tensor
 from composable.checkpoint import folder as folders
 from composable.checkpoint.format import Place, read_header
 from composable.checkpoint.owners import LARGE, least_loaded
-from composable.checkpoint.save import SECTIONS, Table, table_of
+from composable.checkpoint.plan import SECTIONS, Table, table_of
 from composable.checkpoint.shards import Box, Piece, chunk_boxes, pieces_of
 from composable.checkpoint.together import rank_of, together
 from composable.checkpoint.transfer import hash_file, hash_memory, naming, opened_files, read_box, run_all

@@ -3,41 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
 from composable.checkpoint import folder as folders
-from composable.checkpoint.format import FilePlan, Place, TensorSpec, check_specs, encode_index, plan_files
-from composable.checkpoint.owners import Owned, plan_owners
+from composable.checkpoint.format import TensorSpec, check_specs, encode_index
+from composable.checkpoint.plan import SECTIONS, SectionPlan, Table, plan_sections, table_of
 from composable.checkpoint.shards import Box, Piece, pieces_of
 from composable.checkpoint.together import rank_of, together
 from composable.checkpoint.transfer import naming, opened, run_all, write_all, write_box
-
-# Section -> (sub-folder, prefix of the files).
-SECTIONS: Mapping[str, tuple[str, str]] = {"weights": ("", "model"), "optimizer": ("optimizer", "optimizer")}
-
-Table = Mapping[str, Mapping[str, tuple[torch.dtype, tuple[int, ...], Box]]]  # section -> name -> what one rank holds
-
-
-@dataclass(frozen=True)
-class SectionPlan:
-    """One section of a checkpoint: its files, every tensor's place, and who writes which box of it."""
-
-    name: str
-    folder: str
-    prefix: str
-    files: tuple[FilePlan, ...]
-    places: Mapping[str, Place]
-    owners: Mapping[str, Sequence[Owned]]
 
 
 def save(
@@ -88,46 +69,6 @@ def save(
             raise
 
 
-def table_of(pieces: Mapping[str, Mapping[str, Piece]]) -> Table:
-    """What this rank holds, as values that other ranks can be told."""
-    return {
-        section: {name: (piece.local.dtype, piece.shape, piece.box) for name, piece in tensors.items()}
-        for section, tensors in pieces.items()
-    }
-
-
-def merge_specs(tables: Sequence[Table], section: str) -> list[TensorSpec]:
-    """The tensors of a section that any rank holds, in natural order; ValueError if ranks disagree about one."""
-    specs: dict[str, TensorSpec] = {}
-    for rank, table in enumerate(tables):
-        for name, (dtype, shape, _) in table.get(section, {}).items():
-            spec = specs.setdefault(name, TensorSpec(name, dtype, shape))
-            if (spec.dtype, spec.shape) != (dtype, shape):
-                raise ValueError(
-                    f"{name}: rank {rank} has shape {shape}, {dtype}, a rank before it {spec.shape}, {spec.dtype}; "
-                    "one name is one tensor on all ranks"
-                )
-    return [specs[name] for name in sorted(specs, key=_natural)]
-
-
-def plan_sections(tables: Sequence[Table], max_file_size: int) -> list[SectionPlan]:
-    """The whole plan of a save from what every rank holds: the same on every rank, and no file is touched."""
-    plans, load = [], [0] * len(tables)
-    for section, (subfolder, prefix) in SECTIONS.items():
-        specs = merge_specs(tables, section)
-        if section == "optimizer" and not specs:
-            continue
-        held = [{name: box for name, (_, _, box) in table[section].items()} for table in tables]
-        owners = plan_owners(specs, held, load)
-        for spec in specs:
-            for rank, box in owners[spec.name]:
-                load[rank] += box.numel * spec.dtype.itemsize
-        files = tuple(plan_files(specs, max_file_size, prefix))
-        places = {place.spec.name: place for file in files for place in file.places}
-        plans.append(SectionPlan(section, subfolder, prefix, files, places, owners))
-    return plans
-
-
 def clear(folder: Path) -> None:
     """Remove a checkpoint's tensors from a folder, after making it incomplete; other files stay."""
     if folders.is_complete(folder):
@@ -164,8 +105,17 @@ def _create(folder: Path, sections: Sequence[SectionPlan]) -> None:
         for file in section.files:
             path = folder / section.folder / file.name
             with naming(path), opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as handle:
-                os.posix_fallocate(handle, 0, file.size)
+                _allocate(handle, file.size)
                 write_all(handle, memoryview(file.header), 0)
+
+
+def _allocate(handle: int, size: int) -> None:
+    try:
+        os.posix_fallocate(handle, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.ftruncate(handle, size)  # a file system that cannot reserve space: a full disk shows when it is written
 
 
 def _write(
@@ -241,8 +191,3 @@ def _check_names(files: Mapping[str, str | bytes]) -> None:
                 f"an extra file cannot be called {name!r}; give a path inside the folder that is no tensor file, "
                 f"no index, not {folders.MANIFEST} and not in {SECTIONS['optimizer'][0]}/"
             )
-
-
-def _natural(name: str) -> list[int | str]:
-    """A sort key by which layer 10 comes after layer 9."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", name)]

@@ -230,10 +230,10 @@ def _worker_context() -> multiprocessing.context.BaseContext:
 
 def _start_worker(worker: int) -> None:
     """Make a worker end with its training process: by its signal, and also when that process is killed."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a trainer that handles these (to save first) must not be imitated
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the trainer ends its workers in order
+    # A trainer that handles SIGTERM (to save first) must not be imitated; Ctrl-C reaches the whole group of processes, and
+    # the trainer ends its workers in order.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

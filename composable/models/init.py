@@ -1,8 +1,8 @@
 """Initial weights as a pure function of (seed, name, element): the same in every layout and on every device.
 
-Twelve 16-bit uniforms are drawn for an element from a counter-based hash and summed (Irwin-Hall): a normal variate up to
-an excess kurtosis of -0.1 and cut at 6 standard deviations. Sums of integers are exact, where the logarithms and cosines
-of other methods differ in the last bit between devices, and between the middle and the end of a vector loop.
+Twelve 16-bit uniforms are drawn for an element from a counter-based hash and summed (Irwin-Hall): a normal variate up
+to an excess kurtosis of -0.1 and cut at 6 standard deviations. Sums of integers are exact, where the logarithms and
+cosines of other methods differ in the last bit between devices, and between the middle and the end of a vector loop.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ InitRule = Callable[[str], Init]
 
 
 def decoder_init(config: DecoderConfig) -> InitRule:
-    """Norms one, biases zero, matrices normal; those that write into the residual stream smaller (GPT-2, section 2.3)."""
+    """Norms one, biases zero, matrices normal; those that write into the residual stream smaller (GPT-2, 2.3)."""
 
     def rule(name: str) -> Init:
         if name.endswith(".bias"):
@@ -88,7 +88,7 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def _variates(index: Tensor, key: int) -> Tensor:
-    """Twelve uniforms on 0..65535 for every index, summed and centred: int64, in units of 2**-17 of a standard deviation."""
+    """Twelve uniforms on 0..65535 an index, summed and centred: int64, in units of 2**-17 standard deviations."""
     total = torch.full_like(index, -12 * 65535)
     for draw in range(3):
         bits = _mix((index * 3 + draw) * -0x61C8864680B583EB + key)

@@ -48,8 +48,8 @@ class Parallel:
         for name in ("cp", "tp", "pp", "ep"):
             if getattr(mesh, name) > 1:
                 raise ValueError(
-                    f"mesh.{name}={getattr(mesh, name)}: only the data dimensions dp_replicate and dp_shard are composed so "
-                    f"far; write mesh.{name}=1"
+                    f"mesh.{name}={getattr(mesh, name)}: only the data dimensions dp_replicate and dp_shard are "
+                    f"composed so far; write mesh.{name}=1"
                 )
         if self.unit > blocks:
             raise ValueError(f"parallel.unit={self.unit}: the model has {blocks} blocks; write 0 for the whole model")

@@ -74,6 +74,6 @@ def begin_micro_batch(model: nn.Module, kind: DataKind, *, last: bool) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters: after a forward pass without a backward pass they would be stale once weights change."""
+    """Free gathered parameters, which a forward pass without a backward pass leaves: stale once weights change."""
     for module in _sharded(model):
         module.reshard()

@@ -109,7 +109,7 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
 
 
 def test_sources_that_give_nothing_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no file below it ends with .txt"):
+    with pytest.raises(FileNotFoundError, match=r"no file below it ends with .txt"):
         source_files(tmp_path)
     with pytest.raises(FileNotFoundError, match="missing: no such file or folder"):
         source_files(tmp_path / "missing")

@@ -155,8 +155,8 @@ def test_ids_with_gaps_are_all_inside_of_the_vocabulary(tmp_path):
 
 
 def test_a_tokenizer_that_is_not_there_or_not_one_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match='neither "byte" nor a tokenizer.json'):
+    with pytest.raises(FileNotFoundError, match=r'neither "byte" nor a tokenizer.json'):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="not a tokenizer.json"):
+    with pytest.raises(ValueError, match=r"not a tokenizer.json"):
         load_tokenizer(str(tmp_path))
