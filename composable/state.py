@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import composable
 from composable.checkpoint.folder import latest, prune, step_folder
@@ -20,7 +19,8 @@ from composable.data.loader import DataConfig
 from composable.data.packing import sample_count
 from composable.data.tokens import Tokens, load_tokens
 from composable.models.families import to_hugging_face
-from composable.optim.optimizers import optimizer_tensors
+from composable.optim.optimizers import named_parameters, optimizer_tensors
+from composable.parallel.compose import Composed
 from composable.recipe import Recipe
 from composable.step import StepResult
 
@@ -73,7 +73,7 @@ class Corpus:
 
 
 def save_checkpoint(
-    recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, corpus: Corpus
+    recipe: Recipe, model: Composed, optimizer: torch.optim.Optimizer, state: TrainState, corpus: Corpus
 ) -> Path:
     """Write `checkpoints/step-%08d`, and delete older ones beyond `checkpoint.keep`; collective over all ranks."""
     root = recipe.folder / "checkpoints"
@@ -93,8 +93,8 @@ def save_checkpoint(
         "config.json": json.dumps(to_hugging_face(recipe.model, recipe.dtype), indent=2) + "\n",
         STATE: json.dumps(facts, indent=2) + "\n",
     }
-    weights = dict(model.named_parameters())
-    save(folder, weights, optimizer_tensors(model, optimizer), {**files, **tokenizer_files(corpus.train.tokenizer)})
+    weights = named_parameters(model.parts)
+    save(folder, weights, optimizer_tensors(None, optimizer), {**files, **tokenizer_files(corpus.train.tokenizer)})
     together(None, lambda: prune(root, recipe.checkpoint.keep) if dist.get_rank() == 0 else None)
     return folder
 
@@ -109,7 +109,7 @@ def tokenizer_files(tokenizer: str) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
 
 
-def resume(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus) -> TrainState:
+def resume(recipe: Recipe, model: Composed, optimizer: torch.optim.Optimizer, corpus: Corpus) -> TrainState:
     """Fill model and optimizer from the newest complete checkpoint of the run folder; collective over all ranks.
 
     Returns:
@@ -125,14 +125,14 @@ def resume(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, c
         if how == "must":
             raise ValueError(f"checkpoint.resume=must, and {root} holds no complete checkpoint; check --out")
         if recipe.init_from:
-            load(Path(recipe.init_from), dict(model.named_parameters()), verify=recipe.checkpoint.verify)
+            load(Path(recipe.init_from), named_parameters(model.parts), verify=recipe.checkpoint.verify)
         return TrainState()
     if how == "never":
         raise ValueError(f"checkpoint.resume=never, and {found} is a complete checkpoint; choose another --out")
     folder = Path(found)
     facts = together(None, lambda: json.loads((folder / STATE).read_text()))[dist.get_rank()]
     check_same_run(folder, facts, recipe, corpus)
-    load(folder, dict(model.named_parameters()), optimizer_tensors(model, optimizer), verify=recipe.checkpoint.verify)
+    load(folder, named_parameters(model.parts), optimizer_tensors(None, optimizer), verify=recipe.checkpoint.verify)
     return TrainState(**{field.name: facts[field.name] for field in dataclasses.fields(TrainState)})
 
 

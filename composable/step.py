@@ -5,15 +5,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from composable.data.loader import MicroBatch
-from composable.mesh import Mesh
 from composable.models.loss import IGNORE
 from composable.optim.clip import clip_coefficient, scale_gradients, squared_norm
 from composable.optim.optimizers import set_learning_rate
-from composable.parallel.config import DataKind
-from composable.parallel.data import begin_micro_batch, reshard
+from composable.parallel.compose import Composed
 
 
 @dataclass(frozen=True)
@@ -39,16 +37,13 @@ class NonFinite(RuntimeError):
 
 
 def train_step(
-    model: nn.Module,
+    model: Composed,
     optimizer: torch.optim.Optimizer,
     micro_batches: Sequence[MicroBatch],
     *,
     step: int,
     lr: float,
     max_norm: float,
-    mesh: Mesh,
-    data: DataKind,
-    device: torch.device,
     report: Sequence[float] = (),
 ) -> StepResult:
     """Gradients of all micro-batches, clipping, update; collective over all ranks.
@@ -58,7 +53,6 @@ def train_step(
     update.
 
     Args:
-        model: `model(tokens, labels, positions, documents)` gives the summed loss of a micro-batch.
         micro_batches: those of this data rank; as many on every rank.
         step: its number, for messages.
         lr: learning rate of this step.
@@ -68,60 +62,45 @@ def train_step(
     Raises:
         NonFinite: on every rank alike, before the weights are touched.
     """
-    counts = _count(micro_batches, mesh, device)
-    divisor = counts[0].clamp(min=1)
-    losses = []
-    for index, batch in enumerate(micro_batches):
-        begin_micro_batch(model, data, last=index == len(micro_batches) - 1)
-        loss = _summed_loss(model, batch.to(device))
-        (loss / divisor.to(loss.dtype)).backward()
-        losses.append(loss.detach())
-    parameters = list(model.parameters())
-    share = squared_norm(parameters, mesh.stage_ranks).to(device)
-    summed = torch.stack(losses).double().sum() / mesh.copies_of_loss
-    seen = _gather(torch.cat([torch.stack([summed, share]), torch.tensor(report, dtype=torch.float64, device=device)]))
-    total, square = (sum(row[i] for row in seen) for i in (0, 1))
-    valid, tokens, samples = counts.tolist()
-    norm = torch.tensor(square, dtype=torch.float64).sqrt()
-    if not (torch.isfinite(norm) and abs(total) < float("inf")):
+    counts = _count(model, micro_batches)
+    losses = model.train(micro_batches, counts[0].clamp(min=1)) / model.mesh.copies_of_loss  # [M]
+    square = squared_norm(model.parameters, model.mesh.stage_ranks).to(losses)
+    seen = _gather(torch.cat([torch.stack([losses.sum(), square]), torch.tensor(report).to(losses)]))
+    total, norm = sum(row[0] for row in seen), sum(row[1] for row in seen) ** 0.5
+    if not (_finite(total) and _finite(norm)):
         _raise_non_finite(step, micro_batches, losses, seen)
-    coefficient = clip_coefficient(norm, max_norm).item()
-    scale_gradients(parameters, coefficient)
+    scale_gradients(model.parameters, clip_coefficient(torch.tensor(norm, dtype=torch.float64), max_norm).item())
     set_learning_rate(optimizer, lr)
     optimizer.step()
     optimizer.zero_grad()
-    return StepResult(total / max(valid, 1), norm.item(), valid, tokens, samples, [row[2:] for row in seen])
+    valid, tokens, samples = counts.tolist()
+    return StepResult(total / max(valid, 1), norm, valid, tokens, samples, [row[2:] for row in seen])
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[MicroBatch], *, mesh: Mesh, device: torch.device) -> float:
+def evaluate(model: Composed, batches: Iterable[MicroBatch]) -> float:
     """Mean loss over the valid tokens of all batches on all ranks; collective, the same on every rank and layout."""
-    training = model.training
-    model.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=device)
+    training = [part.training for part in model.parts]
+    for part in model.parts:
+        part.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=model.device)
     for batch in batches:
-        loss = _summed_loss(model, batch.to(device))
-        valid = (batch.labels != IGNORE).sum().to(device)
-        total += torch.stack([loss.double(), valid.double()]) / mesh.copies_of_loss
-    reshard(model)
-    model.train(training)
+        valid = (batch.labels != IGNORE).sum().to(total)
+        total += torch.stack([model.evaluate(batch), valid]) / model.mesh.copies_of_loss
+    for part, mode in zip(model.parts, training, strict=True):
+        part.train(mode)
     dist.all_reduce(total)
-    loss_sum, valid_tokens = total.tolist()
-    return loss_sum / max(valid_tokens, 1)
+    loss, valid_tokens = total.tolist()
+    return loss / max(valid_tokens, 1)
 
 
-def _summed_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
-    return model(batch.tokens, batch.labels, batch.positions, batch.documents)
-
-
-def _count(micro_batches: Sequence[MicroBatch], mesh: Mesh, device: torch.device) -> Tensor:
+def _count(model: Composed, micro_batches: Sequence[MicroBatch]) -> Tensor:
     """[3] int64 on the device: valid labels, tokens and rows of the step on all data ranks."""
     valid = sum(int((batch.labels != IGNORE).sum()) for batch in micro_batches)
     rows = sum(int((batch.samples >= 0).sum()) for batch in micro_batches)
     length = micro_batches[0].tokens.size(1)
-    counts = torch.tensor([valid, rows * length, rows], device=device)
+    counts = torch.tensor([valid, rows * length, rows], device=model.device)
     dist.all_reduce(counts)
-    return counts // mesh.copies_of_loss
+    return counts // model.mesh.copies_of_loss
 
 
 def _gather(row: Tensor) -> list[list[float]]:
@@ -133,17 +112,16 @@ def _gather(row: Tensor) -> list[list[float]]:
 
 
 def _raise_non_finite(
-    step: int, micro_batches: Sequence[MicroBatch], losses: Sequence[Tensor], seen: Sequence[Sequence[float]]
+    step: int, micro_batches: Sequence[MicroBatch], losses: Tensor, seen: Sequence[Sequence[float]]
 ) -> None:
     """Every rank is here, as all saw the same numbers; they exchange which samples it was."""
-    bad = [batch.samples.tolist() for batch, loss in zip(micro_batches, losses, strict=True) if not loss.isfinite()]
-    mine = bad or ([] if all(map(_finite, seen[dist.get_rank()][:2])) else [b.samples.tolist() for b in micro_batches])
-    everyone: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    pairs = list(zip(micro_batches, losses.isfinite().tolist(), strict=True))
+    chosen = [batch for batch, fine in pairs if not fine] or micro_batches
+    everyone: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, [sample for batch in chosen for sample in batch.samples.tolist()])
     by_loss = [rank for rank, row in enumerate(seen) if not _finite(row[0])]
     by_norm = [rank for rank, row in enumerate(seen) if not _finite(row[1])]
-    ranks = by_loss or by_norm
-    what = "loss" if by_loss else "gradient norm"
+    ranks, what = (by_loss, "loss") if by_loss else (by_norm, "gradient norm")
     samples = "; ".join(f"rank {rank}: samples {everyone[rank]}" for rank in ranks[:8])
     raise NonFinite(
         f"step {step}: the {what} is not finite on rank {', '.join(map(str, ranks[:8]))}; weights were not touched. "

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import composable
@@ -32,7 +31,7 @@ from composable.observe.metrics import MetricsWriter
 from composable.observe.profile import trace
 from composable.optim.optimizers import build_optimizer
 from composable.optim.schedules import learning_rate
-from composable.parallel.compose import compose
+from composable.parallel.compose import Composed, compose
 from composable.parallel.data import reshard
 from composable.plan.devices import peak_flops
 from composable.recipe import Recipe, command_line
@@ -57,7 +56,7 @@ class Run:
     recipe: Recipe
     device: torch.device
     corpus: Corpus
-    model: nn.Module
+    model: Composed
     optimizer: torch.optim.Optimizer
     metrics: MetricsWriter
     progress: Progress
@@ -81,7 +80,7 @@ def train(recipe: Recipe) -> TrainState:
         rank = dist.get_rank()
         corpus = together(None, lambda: Corpus.open(recipe.data, recipe.model.vocab_size))[rank]
         model = build_model(recipe, device)
-        optimizer = build_optimizer(model, recipe.optimizer)
+        optimizer = build_optimizer(model.parts, recipe.optimizer)
         start = resume(recipe, model, optimizer, corpus)
         recipe = dataclasses.replace(recipe, steps=last_step(recipe, corpus, start))
         metrics = MetricsWriter(recipe.folder, rank=rank, resume_step=start.step)
@@ -97,7 +96,7 @@ def train(recipe: Recipe) -> TrainState:
         return state
 
 
-def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
+def build_model(recipe: Recipe, device: torch.device) -> Composed:
     """The recipe's model, composed on its mesh, with its initial weights."""
     with torch.device("meta"):
         model = Decoder(recipe.model).to(recipe.torch_dtype)
@@ -132,9 +131,6 @@ def loop(run: Run, state: TrainState, stop: "StopWish") -> TrainState:
                 step=step,
                 lr=lr,
                 max_norm=recipe.optimizer.max_norm,
-                mesh=mesh,
-                data=recipe.parallel.data,
-                device=run.device,
                 report=[stop.here, peak_memory_gib(run.device)],
             )
             clock.stop(result.tokens)
@@ -145,7 +141,7 @@ def loop(run: Run, state: TrainState, stop: "StopWish") -> TrainState:
             if last or stop.agreed or step % recipe.observe.every == 0:
                 log(run, result, state, lr, clock)
             if validating and (last or step % recipe.validation.every == 0):
-                validation_loss = evaluate(run.model, held_out, mesh=mesh, device=run.device)
+                validation_loss = evaluate(run.model, held_out)
                 run.metrics.write({"step": step, "validation_loss": validation_loss})
                 run.progress.say(f"step {step}: validation loss {validation_loss:.4f}")
             if last or stop.agreed or (recipe.checkpoint.every and step % recipe.checkpoint.every == 0):
@@ -275,8 +271,8 @@ def finish(run: Run, state: TrainState) -> None:
     if len(held_out) < 64:
         return
     prompt = torch.tensor(held_out.tokens[:64].astype("int64"), device=run.device)
-    tokens = generate(run.model, prompt, 240, temperature=0.8, context=recipe.data.seq_len, seed=recipe.seed)
-    reshard(run.model)
+    tokens = generate(run.model.parts[0], prompt, 240, temperature=0.8, context=recipe.data.seq_len, seed=recipe.seed)
+    reshard(run.model.parts[0])
     try:
         text = load_tokenizer(held_out.tokenizer).decode(tokens.tolist())
     except (OSError, ValueError) as error:

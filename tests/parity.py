@@ -15,7 +15,7 @@ from composable.data.loader import DataConfig, MicroBatch, accumulation
 from composable.mesh import Mesh
 from composable.models.config import DecoderConfig
 from composable.models.loss import IGNORE
-from composable.optim.optimizers import OptimizerConfig, build_optimizer
+from composable.optim.optimizers import OptimizerConfig, build_optimizer, named_parameters
 from composable.parallel.config import Parallel
 from composable.recipe import Recipe
 from composable.step import train_step
@@ -84,12 +84,12 @@ def trained(recipe: Recipe, silent_ranks: int, steps: int = STEPS) -> Numbers | 
     recipe, _ = recipe.resolve(dist.get_world_size())
     device = torch.device("cpu")
     model = build_model(recipe, device)
-    optimizer = build_optimizer(model, recipe.optimizer)
+    optimizer = build_optimizer(model.parts, recipe.optimizer)
     gradients: dict[str, torch.Tensor] = {}
     step_of_optimizer = optimizer.step
 
     def recording_step() -> None:
-        for name, parameter in model.named_parameters():
+        for name, parameter in named_parameters(model.parts).items():
             gradients[f"{step} {name}"] = full(parameter.grad)
         step_of_optimizer()
 
@@ -115,13 +115,10 @@ def trained(recipe: Recipe, silent_ranks: int, steps: int = STEPS) -> Numbers | 
             step=step,
             lr=recipe.optimizer.lr,
             max_norm=recipe.optimizer.max_norm,
-            mesh=recipe.mesh,
-            data=recipe.parallel.data,
-            device=device,
         )
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    weights = {name: full(parameter) for name, parameter in model.named_parameters()}
+    weights = {name: full(parameter) for name, parameter in named_parameters(model.parts).items()}
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (losses, norms))
     assert all(each == everyone[0] for each in everyone), "ranks disagree on loss or norm"

@@ -171,7 +171,7 @@ def zero_head(recipe: Recipe) -> float:
     def build(*args, build_model=module.build_model):
         model = build_model(*args)
         with torch.no_grad():
-            model.lm_head.weight.zero_()
+            model.parts[0].lm_head.weight.zero_()
         return model
 
     original, module.build_model = module.build_model, build
@@ -236,16 +236,16 @@ def poisoned(recipe: Recipe) -> tuple[bool, str]:
     def build(*args, build_model=module.build_model):
         model = build_model(*args)
         with torch.no_grad():
-            model.model.norm.weight.to_local().fill_(float("inf"))
+            model.parts[0].model.norm.weight.to_local().fill_(float("inf"))
         held["model"] = model
-        held["before"] = [p.to_local().clone() for p in model.parameters()]
+        held["before"] = [p.to_local().clone() for p in model.parameters]
         return model
 
     original, module.build_model = module.build_model, build
     try:
         module.train(recipe)
     except NonFinite as error:
-        after = [p.to_local() for p in held["model"].parameters()]
+        after = [p.to_local() for p in held["model"].parameters]
         return all(torch.equal(a, b) for a, b in zip(after, held["before"], strict=True)), str(error)
     finally:
         module.build_model = original
@@ -258,7 +258,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_weights_change(ran
     untouched, message = results[0]
     assert untouched
     assert "step 1: the loss is not finite on rank 0, 1" in message
-    assert "rank 0: samples [[" in message
+    assert "rank 0: samples [" in message
     assert latest(tmp_path / "run" / "checkpoints") is None
 
 

@@ -230,7 +230,7 @@ def _worker_context() -> multiprocessing.context.BaseContext:
 
 def _start_worker(worker: int) -> None:
     """Make a worker end with its training process: by its signal, and also when that process is killed."""
-    # A trainer that handles SIGTERM (to save first) must not be imitated; Ctrl-C reaches the whole group of processes, and
+    # A trainer that handles SIGTERM (to save first) must not be imitated; Ctrl-C reaches the whole process group, and
     # the trainer ends its workers in order.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -71,10 +71,10 @@ def test_a_token_that_is_beginning_and_end_stands_once_at_each(tmp_path):
 
 
 def test_the_file_is_the_same_for_any_number_of_workers(tmp_path):
-    for name in ("a", "b"):  # some MiB: several batches for each worker
+    for name in "abcd":  # about 12 MiB: more batches than are held at once
         rows = [json.dumps({"text": f"{name} {number} " + "x" * (number % 4000)}) for number in range(1500)]
         (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
-    (tmp_path / "c.txt").write_bytes(b"text" * 300_000)
+    (tmp_path / "e.txt").write_bytes(b"text" * 300_000)
     outputs = []
     for workers in (1, 2):
         done = prepare(".", "--out", f"../{workers}", "--workers", workers, folder=tmp_path)
@@ -82,7 +82,7 @@ def test_the_file_is_the_same_for_any_number_of_workers(tmp_path):
         outputs.append((tmp_path.parent / str(workers)).read_bytes())
         (tmp_path.parent / str(workers)).unlink()
     assert outputs[0] == outputs[1]
-    assert "documents          3,001" in done.stdout
+    assert "documents          6,001" in done.stdout
 
 
 @pytest.mark.parametrize("kind", ["strict", "damaged", "missing", "empty", "tokenizer", "nothing", "workers"])
