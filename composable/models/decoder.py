@@ -1,11 +1,12 @@
 """One decoder for every family; with parts left out it is a pipeline stage."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from composable.models.attention import Attend, Attention, attend, document_mask
+from composable.models.attention import LOCAL, Attention, Method
 from composable.models.config import DecoderConfig
 from composable.models.feedforward import SwiGLU
 from composable.models.linear import Linear, linear
@@ -16,14 +17,14 @@ from composable.models.rotary import tables
 class Block(nn.Module):
     """Attention and feed-forward, each behind a norm and beside the residual stream (pre-norm)."""
 
-    def __init__(self, config: DecoderConfig, attend: Attend) -> None:
+    def __init__(self, config: DecoderConfig, method: Method) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.self_attn = Attention(config, attend)
+        self.self_attn = Attention(config, method)
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
         """x [B, S, D] -> [B, S, D]."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -32,10 +33,10 @@ class Block(nn.Module):
 class Body(nn.Module):
     """Embedding, blocks and last norm: what Hugging Face keeps under `model.`; a part may be absent."""
 
-    def __init__(self, config: DecoderConfig, layers: range, first: bool, last: bool, attend: Attend) -> None:
+    def __init__(self, config: DecoderConfig, layers: range, first: bool, last: bool, method: Method) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim) if first or (last and config.tied) else None
-        self.layers = nn.ModuleDict({str(index): Block(config, attend) for index in layers})
+        self.layers = nn.ModuleDict({str(index): Block(config, method) for index in layers})
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if last else None
 
 
@@ -53,13 +54,14 @@ class Decoder(nn.Module):
         layers: range | None = None,
         first: bool = True,
         last: bool = True,
-        attend: Attend = attend,
+        method: Method = LOCAL,
     ) -> None:
         super().__init__()
         self.config = config
         self.first = first
+        self.mask = method.mask
         self.loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
-        self.model = Body(config, range(config.layers) if layers is None else layers, first, last, attend)
+        self.model = Body(config, range(config.layers) if layers is None else layers, first, last, method)
         self.lm_head = Linear(config.dim, config.vocab_size, bias=False) if last and not config.tied else None
 
     @property
@@ -83,7 +85,7 @@ class Decoder(nn.Module):
         embed = self.model.embed_tokens
         hidden = embed(x) if self.first and embed is not None else x  # [B, S, D]
         cos, sin = tables(self.config.rope, self.config.head_dim, positions, hidden.dtype)
-        mask = None if documents is None else document_mask(documents)
+        mask = self.mask(documents)
         for block in self.blocks:
             hidden = block(hidden, cos, sin, mask)
         if self.model.norm is None:

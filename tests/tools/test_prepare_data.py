@@ -72,7 +72,7 @@ def test_a_token_that_is_beginning_and_end_stands_once_at_each(tmp_path):
 
 def test_the_file_is_the_same_for_any_number_of_workers(tmp_path):
     for name in "abcd":  # about 12 MiB: more batches than are held at once
-        rows = [json.dumps({"text": f"{name} {number} " + "x" * (number % 4000)}) for number in range(1500)]
+        rows = [json.dumps({"text": f"{name} {number} " + "x" * (number * 37 % 4000)}) for number in range(1500)]
         (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
     (tmp_path / "e.txt").write_bytes(b"text" * 300_000)
     outputs = []
