@@ -19,10 +19,9 @@ from composable.models.decoder import Decoder
 from composable.models.init import decoder_init
 from composable.models.loss import IGNORE
 from composable.optim.clip import clip_by_global_norm
-from composable.optim.optimizers import build_optimizer, optimizer_tensors, set_learning_rate
+from composable.optim.optimizers import build_optimizer, named_parameters, optimizer_tensors, set_learning_rate
 from composable.optim.schedules import learning_rate
 from composable.parallel.compose import compose
-from composable.parallel.data import begin_micro_batch
 from composable.recipe import command_line
 
 
@@ -37,9 +36,10 @@ def main() -> None:
         with torch.device("meta"):
             model = Decoder(recipe.model).to(recipe.torch_dtype)
         init = decoder_init(recipe.model)
-        compose(model, mesh, recipe.parallel, blocks=model.blocks, init=init, seed=recipe.seed, device=device)
-        optimizer = build_optimizer(model, recipe.optimizer)
-        weights, state = dict(model.named_parameters()), optimizer_tensors(model, optimizer)
+        blocks = model.blocks
+        composed = compose(model, mesh, recipe.parallel, blocks=blocks, init=init, seed=recipe.seed, device=device)
+        optimizer = build_optimizer(composed.parts, recipe.optimizer)
+        weights, state = named_parameters(composed.parts), optimizer_tensors(None, optimizer)
 
         checkpoints = recipe.folder / "checkpoints"
         start = 0
@@ -52,20 +52,16 @@ def main() -> None:
             micro_batches = list(islice(batches, accumulation(data, mesh.data_ranks)))
             valid = torch.tensor(sum(int((b.labels != IGNORE).sum()) for b in micro_batches), device=device)
             dist.all_reduce(valid)
-            total = torch.zeros((), dtype=torch.float64, device=device)
-            for batch in micro_batches:
-                begin_micro_batch(model, recipe.parallel.data, last=batch is micro_batches[-1])
-                tokens_, labels, positions, documents, _samples = batch.to(device)
-                loss = model(tokens_, labels, positions, documents) / valid
-                loss.backward()
-                total += loss.detach()
-            norm = clip_by_global_norm(model.parameters(), recipe.optimizer.max_norm)
+            valid //= mesh.copies_of_loss
+            losses = composed.train(micro_batches, valid)  # forward and backward passes
+            norm = clip_by_global_norm(composed.parameters, recipe.optimizer.max_norm, ranks_per_stage=mesh.stage_ranks)
             set_learning_rate(optimizer, learning_rate(recipe.schedule, step, recipe.steps, recipe.peak_lr))
             optimizer.step()
             optimizer.zero_grad()
-            dist.all_reduce(total)
+            loss = losses.sum() / valid / mesh.copies_of_loss
+            dist.all_reduce(loss)
             if dist.get_rank() == 0:
-                print(f"step {step} loss {total.item()!r} grad_norm {norm.item()!r}", flush=True)
+                print(f"step {step} loss {loss.item()!r} grad_norm {norm.item()!r}", flush=True)
         if start < recipe.steps:
             save(step_folder(checkpoints, recipe.steps), weights, state, files={})
 

@@ -5,8 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from composable.data.tokens import Tokens
-
-IGNORE = -100  # the label of a place that has no loss: torch's cross_entropy skips it by default
+from composable.models.loss import IGNORE
 
 
 class Row(NamedTuple):
