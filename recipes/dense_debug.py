@@ -14,12 +14,12 @@ from composable.train import main
 RECIPE = Recipe(
     name="dense_debug",
     model=DecoderConfig(vocab_size=256, dim=192, layers=4, heads=6, kv_heads=2, head_dim=32, ffn=512, max_length=2048),
-    steps=600,
+    steps=400,
     data=DataConfig(path="python-stdlib", seq_len=256, global_batch=32, micro_batch=4),
     parallel=Parallel(data="zero3", unit=0),
     optimizer=OptimizerConfig(lr=3e-3, weight_decay=0.1),
     schedule=ScheduleConfig(kind="cosine", warmup=40),
-    checkpoint=CheckpointConfig(every=200),
+    checkpoint=CheckpointConfig(every=100),
     validation=ValidationConfig(every=100, steps=8),
 )
 

@@ -342,6 +342,8 @@ def test_tensorboard_shows_what_metrics_jsonl_holds(ranks, text, tmp_path):
     assert {"train/grad_norm", "train/lr", "train/tokens_per_second", "train/memory_gib"} <= set(
         board.Tags()["scalars"]
     )
+    assert "recipe/text_summary" in board.Tags()["tensors"]
+    assert "_hparams_/session_start_info" in board.summary_metadata
     assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 1  # one writer
 
 

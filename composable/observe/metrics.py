@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -73,16 +73,20 @@ class MetricsWriter:
             self._board.add_text(tag, text)
             self._board.flush()
 
-    def hparams(self, values: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    def hparams(self, values: Mapping[str, Any], metrics: Iterable[str]) -> None:
         """Enter the run in TensorBoard's table of hyperparameters.
 
         Args:
             values: nested mappings are joined with dots; what is not a number, text or truth value is written as text.
-            metrics: the numbers by which runs are compared, under their TensorBoard tags.
+            metrics: TensorBoard tags of the scalars by which runs are compared.
         """
         if self._board is not None:
-            # run_name "." keeps it in this run; by default torch makes a run of its own, named by the time.
-            self._board.add_hparams(dict(_flat(values)), dict(metrics), run_name=".")
+            from torch.utils.tensorboard.summary import hparams
+
+            # Not SummaryWriter.add_hparams: it opens a second event file and writes each metric again as of step 0.
+            for summary in hparams(dict(_flat(values)), dict.fromkeys(metrics, 0.0)):
+                self._board.file_writer.add_summary(summary)
+            self._board.flush()
 
     def close(self) -> None:
         """Flush and close both files; later calls of any method do nothing."""

@@ -56,7 +56,7 @@ def test_only_rank_zero_leaves_a_trace(tmp_path):
     writer = MetricsWriter(tmp_path / "run", rank=1)
     writer.write(line(1))
     writer.text("recipe", "text")
-    writer.hparams({"lr": 1.0}, {})
+    writer.hparams({"lr": 1.0}, [])
     writer.close()
     assert not (tmp_path / "run").exists()
 
@@ -113,11 +113,11 @@ def test_a_line_needs_its_step_and_numbers(tmp_path):
 def test_the_recipe_and_its_numbers_are_in_tensorboard(tmp_path):
     writer = MetricsWriter(tmp_path, rank=0)
     writer.text("recipe", "steps: 3")
-    writer.hparams({"optimizer": {"lr": 0.5, "betas": (0.9, 0.95)}, "seed": 7}, {"validation/loss": 2.5})
+    writer.hparams({"optimizer": {"lr": 0.5, "betas": (0.9, 0.95)}, "seed": 7}, ["validation/loss"])
     writer.close()
     tags = board(tmp_path).Tags()
     assert tags["tensors"] == ["recipe/text_summary"]
-    assert scalars(tmp_path, "validation/loss")[0][1] == 2.5
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
     assert not [p for p in (tmp_path / "tensorboard").iterdir() if p.is_dir()]
     data = board(tmp_path).summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert all(word in data for word in (b"optimizer.lr", b"optimizer.betas", b"(0.9, 0.95)", b"seed"))
