@@ -1,0 +1,258 @@
+"""A layout against one process: the same recipe, the same data, every number compared.
+
+Batches are a function of (step, micro-batch) alone, with labels ignored raggedly, so that data ranks hold different
+numbers of valid tokens. The error of a tensor is max|a - b| / max|b|, absolute where b is zero.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from composable.data.loader import DataConfig, MicroBatch, accumulation
+from composable.mesh import Mesh
+from composable.models.config import DecoderConfig
+from composable.models.loss import IGNORE
+from composable.optim.optimizers import build_optimizer, named_parameters
+from composable.parallel.config import Parallel
+from composable.recipe import Recipe
+from composable.step import train_step
+from composable.train import build_model
+
+GROUPS = {  # what the table calls a tensor -> a part of its name; the first that fits
+    "embedding": "embed_tokens",
+    "norms": "norm",
+    "router": "mlp.gate.",
+    "experts": "experts",
+    "attention": "self_attn",
+    "MLP": "mlp",
+    "head": "lm_head",
+}
+
+
+Row = tuple[str, str, float]
+"""group, what it is, error"""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Everything that layouts must agree on, of some steps."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[str, Tensor]]
+    """of each step, as the optimizer saw them: summed, and clipped"""
+    weights: dict[str, Tensor]
+    """after the last step"""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a layout is from the reference."""
+
+    errors: dict[str, float] = field(default_factory=dict)
+    """worst error of the loss, the norm, and each group's gradients and weights"""
+    worst: float = 0.0
+    first: str = ""
+    """the first step and tensor beyond the tolerance; empty if all agree"""
+
+
+def micro_batch(step: int, index: int, config: DataConfig, vocab_size: int, silent: bool = False) -> MicroBatch:
+    """Micro-batch `index` of a step; without any valid label if silent."""
+    generator = torch.Generator().manual_seed(1_000_003 * step + index)
+    tokens = torch.randint(0, vocab_size, (config.micro_batch, config.seq_len + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    ignored = torch.rand(labels.shape, generator=generator) < 0.15 * (index % 5)
+    labels[ignored | torch.tensor(silent)] = IGNORE
+    documents = positions = None
+    if config.document_mask:
+        border = torch.randint(1, config.seq_len, (config.micro_batch, 1), generator=generator)
+        documents = (torch.arange(config.seq_len) >= border).long()
+        positions = torch.arange(config.seq_len) - border * documents
+    samples = torch.arange(config.micro_batch) + index * config.micro_batch
+    return MicroBatch(tokens[:, :-1].contiguous(), labels, positions, documents, samples)
+
+
+def record(recipe: Recipe, steps: int, silent_ranks: int = 0) -> Numbers | None:
+    """Train some steps on the default process group, and keep every number; collective.
+
+    Args:
+        recipe: its mesh is resolved here.
+        silent_ranks: micro-batches m with m % silent_ranks == silent_ranks - 1 have no valid label; 0: all have some.
+
+    Returns:
+        the numbers on rank 0, None elsewhere.
+    """
+    recipe, _ = recipe.resolve(dist.get_world_size())
+    device = torch.device("cpu")
+    model = build_model(recipe, device)
+    optimizer = build_optimizer(model.parts, recipe.optimizer)
+    gradients: list[dict[str, Tensor]] = []
+    update = optimizer.step
+
+    def recorded_update() -> None:
+        gradients.append(_full({name: p.grad for name, p in named_parameters(model.parts).items()}))
+        update()
+
+    optimizer.step = recorded_update  # type: ignore[method-assign,assignment]
+    data, mesh = recipe.data, recipe.mesh
+    count, mine = accumulation(data, mesh.data_ranks), mesh.data_rank(dist.get_rank())
+    losses, norms = [], []
+    for step in range(1, steps + 1):
+        chosen = range(mine, mesh.data_ranks * count, mesh.data_ranks)
+        silent = [bool(silent_ranks) and m % silent_ranks == silent_ranks - 1 for m in chosen]
+        batches = [
+            micro_batch(step, m, data, recipe.model.vocab_size, quiet) for m, quiet in zip(chosen, silent, strict=True)
+        ]
+        result = train_step(
+            model, optimizer, batches, step=step, lr=recipe.optimizer.lr, max_norm=recipe.optimizer.max_norm
+        )
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    weights = _full(dict(named_parameters(model.parts)))
+    return Numbers(losses, norms, gradients, weights) if dist.get_rank() == 0 else None
+
+
+def _full(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """Whole tensors of all ranks on rank 0, by name; what rank 0 lacks comes from the lowest rank that has it."""
+    whole = {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
+    everyone: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
+    dist.gather_object(whole, everyone if dist.get_rank() == 0 else None)
+    merged: dict[str, Tensor] = {}
+    for part in everyone:
+        merged = part | merged
+    return dict(sorted(merged.items()))
+
+
+def reference_of(recipe: Recipe) -> Recipe:
+    """The same training on one process: no mesh, no parallelism."""
+    return dataclasses.replace(recipe, mesh=Mesh(), parallel=Parallel())
+
+
+def error(a: Tensor | float, b: Tensor | float) -> float:
+    """max|a - b| / max|b|, absolute where b is zero; infinite where shapes differ or a number is not finite."""
+    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
+    if a.shape != b.shape or not (a.isfinite().all() and b.isfinite().all()):
+        return math.inf
+    if b.numel() == 0:
+        return 0.0
+    return (a - b).abs().max().item() / (b.abs().max().item() or 1.0)
+
+
+def compare(numbers: Numbers, reference: Numbers, tolerance: float) -> Comparison:
+    """Compare in the order in which things happen: each step's loss, gradients and norm, then the weights."""
+    found: list[Row] = []
+    for step, (ours, theirs) in enumerate(zip(numbers.gradients, reference.gradients, strict=True)):
+        found.append(("loss", f"step {step + 1}: loss", error(numbers.losses[step], reference.losses[step])))
+        found += _tensors(ours, theirs, "gradient", f"step {step + 1}: gradient of ")
+        found.append(("norm", f"step {step + 1}: norm", error(numbers.norms[step], reference.norms[step])))
+    found += _tensors(numbers.weights, reference.weights, "weight", "after the last step: weight ")
+    errors: dict[str, float] = {}
+    for group, _, value in found:
+        errors[group] = max(errors.get(group, 0.0), value)
+    first = next((f"{text}, error {value:.2g}" for _, text, value in found if value > tolerance), "")
+    return Comparison(errors, max(errors.values()), first)
+
+
+def _tensors(ours: dict[str, Tensor], theirs: dict[str, Tensor], what: str, text: str) -> list[Row]:
+    rows = []
+    for name in sorted(ours.keys() | theirs.keys()):
+        value = error(ours[name], theirs[name]) if name in ours and name in theirs else math.inf
+        group = next((group for group, part in GROUPS.items() if part in name), "other")
+        rows.append((f"{group} {what}", text + name, value))
+    return sorted(rows, key=lambda row: -row[2])
+
+
+def suspects(recipe: Recipe, disagrees: Callable[[Recipe, int], bool]) -> list[str]:
+    """Which dimensions of a layout that disagrees are to blame.
+
+    Each dimension is run alone, and the layout without it.
+
+    Args:
+        recipe: resolved.
+        disagrees: (recipe, ranks) -> whether it differs from one process.
+
+    Returns:
+        dimensions that are wrong alone; if none is, those without which the rest is right; if none, the combination.
+    """
+    mesh = recipe.mesh
+    wide = [name for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep") if getattr(mesh, name) > 1]
+    alone = [name for name in wide if _runs(recipe, Mesh(dp_shard=1, **{name: getattr(mesh, name)}), disagrees) is True]
+    if alone or len(wide) == 1:
+        return alone or wide
+    without = [name for name in wide if _runs(recipe, dataclasses.replace(mesh, **{name: 1}), disagrees) is False]
+    return without or [" x ".join(wide)]
+
+
+def _runs(recipe: Recipe, mesh: Mesh, disagrees: Callable[[Recipe, int], bool]) -> bool | None:
+    """Whether the recipe disagrees on another mesh; None if that mesh is not legal for it."""
+    try:
+        changed = dataclasses.replace(recipe, mesh=mesh)
+        changed.resolve(mesh.world)
+    except (ValueError, TypeError):
+        return None
+    return disagrees(changed, mesh.world)
+
+
+def shrink(recipe: Recipe, mesh: Mesh) -> Recipe:
+    """A recipe of the same shape that runs anywhere: the same kinds of layers, divisible by the same degrees.
+
+    Args:
+        mesh: resolved.
+    """
+    model, data = recipe.model, recipe.data
+    unit = mesh.tp * mesh.cp
+    kv_heads = _smaller(model.kv_heads, unit, 2)
+    group = min(model.heads // model.kv_heads, 2)
+    heads = kv_heads * group
+    while heads % unit or heads % kv_heads:
+        heads += kv_heads
+    head_dim = 8
+    tiny = dataclasses.replace(
+        model,
+        vocab_size=_smaller(model.vocab_size, mesh.tp, 48),
+        dim=heads * head_dim if model.heads * model.head_dim == model.dim else heads * head_dim + 8,
+        layers=min(model.layers, max(4, 2 * mesh.pp)),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=_smaller(model.ffn, mesh.tp, 24),
+        init_std=0.2,
+    )
+    length = 2 * mesh.cp * mesh.tp
+    seq_len = length * max(1, 16 // length)
+    micro_batch = min(data.micro_batch, 2)
+    batches = max(2, 2 * mesh.pp)
+    data = dataclasses.replace(
+        data, seq_len=seq_len, micro_batch=micro_batch, global_batch=mesh.data_ranks * micro_batch * batches
+    )
+    parallel = dataclasses.replace(recipe.parallel, unit=min(recipe.parallel.unit, tiny.layers))
+    return dataclasses.replace(recipe, model=tiny, data=data, parallel=parallel)
+
+
+def _smaller(size: int, degree: int, least: int) -> int:
+    """A size of at least `least` and at most `size` that `degree` divides exactly if it divides `size`."""
+    if size <= least:
+        return size
+    step = degree if size % degree == 0 else 1
+    small = -(-least // step) * step
+    if step == 1 and degree > 1 and small % degree == 0:
+        small += 1
+    return min(size, small)
+
+
+def model_of(config: DecoderConfig) -> str:
+    """One line about a model's shape."""
+    return (
+        f"{config.layers} layers, width {config.dim}, {config.heads} heads ({config.kv_heads} kv), ffn {config.ffn}, "
+        f"vocabulary {config.vocab_size}"
+    )
