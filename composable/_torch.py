@@ -10,8 +10,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+# torch 2.13 warns of the names on the right, which are all that 2.11 has.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def strided_split_factor(placement: Placement) -> int | None:
@@ -106,3 +111,127 @@ def fake_tensor_mode() -> AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
+
+
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention, and the log-sum-exp of every row of scores, which `scaled_dot_product_attention` keeps back.
+
+    Carries no gradient: that is `attention_backward`. Checked on torch 2.13: on CPU values and gradients against the
+    public function, on CUDA shapes alone.
+
+    Args:
+        q: [B, H, S, hd]; k, v: [B, H_kv, T, hd] with H_kv a divisor of H.
+        mask: bool [B or 1, 1, S, T], True: may attend; or None.
+        causal: row i sees columns up to i; S = T, and there is no mask.
+        scale: of the scores; 1 / sqrt(hd) if None.
+
+    Returns:
+        out [B, H, S, hd] in q's dtype, 0 in rows that see nothing; lse [B, H, S] in float32 or wider, -inf in those.
+    """
+    aten, bias = torch.ops.aten, _bias(q, mask)
+    kernel = _attention_kernel(q, k, v, bias, causal)
+    if kernel == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    elif kernel == "flash":
+        out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
+    elif kernel == "efficient":
+        wide_k, wide_v = _every_head(q, k), _every_head(q, v)
+        bias = None if bias is None else bias.expand(*q.shape[:2], -1, -1)
+        out, lse = aten._scaled_dot_product_efficient_attention(
+            q, wide_k, wide_v, bias, True, 0.0, causal, scale=scale
+        )[:2]
+        lse = lse[..., : q.size(2)]  # the kernel pads rows to 32
+    else:
+        scores = _scores(q, k, bias, causal, scale)
+        lse = scores.logsumexp(-1)
+        out = ((scores - lse[..., None]).exp() @ _every_head(q, v).to(scores.dtype)).to(q.dtype)
+    if mask is not None:  # kernels differ in what they give for a row that sees nothing
+        seen = mask.any(-1)
+        out, lse = out.masked_fill(~seen[..., None], 0.0), lse.masked_fill(~seen, -torch.inf)
+    return out, lse
+
+
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    out: Tensor,
+    lse: Tensor,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v of `attention_forward` for `grad` [B, H, S, hd] of its output, in their dtypes.
+
+    `out` and `lse` may be those of rows that have seen other keys too: the result is this call's share of the whole
+    row's gradient. `lse` is finite. Checked on torch 2.13: values on CPU, on CUDA shapes alone.
+    """
+    aten, bias = torch.ops.aten, _bias(q, mask)
+    kernel = _attention_kernel(q, k, v, bias, causal)
+    if kernel == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+        )
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, of which there is none
+    if kernel == "flash":
+        lengths = (None, None, q.size(2), k.size(2))
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, seed, seed, scale=scale
+        )
+    wide_k, wide_v = _every_head(q, k), _every_head(q, v)
+    if kernel == "efficient":
+        lse = torch.nn.functional.pad(lse, (0, -lse.size(-1) % 32), value=torch.inf)
+        bias = None if bias is None else bias.expand(*q.shape[:2], -1, -1)
+        wanted = [True, True, True, False]
+        for_q, for_k, for_v, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, wide_k, wide_v, bias, out, lse, seed, seed, 0.0, wanted, causal, scale=scale
+        )
+    else:
+        weights = (_scores(q, k, bias, causal, scale) - lse[..., None]).exp()
+        wide = weights.dtype
+        grad, scale = grad.to(wide), q.size(-1) ** -0.5 if scale is None else scale
+        along = (grad * out.to(wide)).sum(-1, keepdim=True)
+        for_scores = weights * (grad @ wide_v.to(wide).mT - along) * scale
+        for_q, for_k, for_v = for_scores @ wide_k.to(wide), for_scores.mT @ q.to(wide), weights.mT @ grad
+    for_k, for_v = (x.unflatten(1, (k.size(1), -1)).sum(2) for x in (for_k, for_v))
+    return for_q.to(q.dtype), for_k.to(k.dtype), for_v.to(v.dtype)
+
+
+def _attention_kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> str:
+    """cpu; flash (CUDA, half precision, no mask); efficient (CUDA); plain where no kernel fits, as float64 on CUDA."""
+    if q.device.type == "cpu":
+        return "cpu"
+    if q.device.type != "cuda":
+        return "plain"
+    cuda = torch.backends.cuda
+    shared = q.size(1) != k.size(1)
+    if q.size(-1) % 8 == 0 and cuda.can_use_flash_attention(cuda.SDPAParams(q, k, v, bias, 0.0, causal, shared)):
+        return "flash"
+    wide_k, wide_v = _every_head(q, k), _every_head(q, v)
+    params = cuda.SDPAParams(q, wide_k, wide_v, bias, 0.0, causal, False)
+    return "efficient" if cuda.can_use_efficient_attention(params) else "plain"
+
+
+def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
+    """bool -> 0 and -inf in q's dtype, rows padded in memory to 8 elements as CUDA kernels want them aligned."""
+    if mask is None:
+        return None
+    bias = q.new_zeros(*mask.shape[:-1], mask.size(-1) + -mask.size(-1) % 8)[..., : mask.size(-1)]
+    return bias.masked_fill_(~mask, -torch.inf)
+
+
+def _every_head(q: Tensor, x: Tensor) -> Tensor:
+    """Keys or values x [B, H_kv, T, hd] -> [B, H, T, hd]."""
+    return x if q.size(1) == x.size(1) else x.repeat_interleave(q.size(1) // x.size(1), dim=1)
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+    """Masked scores [B, H, S, T] in float32 or wider."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(wide) @ _every_head(q, k).to(wide).mT * (q.size(-1) ** -0.5 if scale is None else scale)
+    if causal:
+        scores = scores.masked_fill(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    return scores if bias is None else scores + bias

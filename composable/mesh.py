@@ -51,9 +51,14 @@ class Mesh:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def copies_of_loss(self) -> int:
-        """Ranks that compute the loss of the same samples: each counts its share of sums over the world."""
+    def copies_of_batch(self) -> int:
+        """Ranks that read the same samples: each counts its share of sums over the world."""
         return self.world // self.data_ranks
+
+    @property
+    def copies_of_loss(self) -> int:
+        """Ranks that compute the same loss: context ranks have parts of it, and one stage of a pipeline has it."""
+        return self.tp
 
     @property
     def efsdp(self) -> int:
@@ -93,9 +98,15 @@ class Mesh:
         _check_experts(mesh)
         return mesh
 
-    def views(self, device_type: str) -> "MeshViews":
-        """Build the views; collective over the default process group, of which the mesh is the size."""
+    def views(self, device_type: str, *, replicate: bool = False) -> "MeshViews":
+        """Build the views; collective over the default process group, of which the mesh is the size.
+
+        Args:
+            replicate: parameters are whole on every data and context rank (plain data parallelism).
+        """
         parameters = (self.pp, self.dp_replicate, self.dp_shard * self.cp, self.tp)
+        if replicate:
+            parameters = (self.pp, self.dp_replicate * self.cp, self.dp_shard, self.tp)
         dense = (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
         expert = (self.pp, self.dp_replicate, self.efsdp, self.ep, self.etp)
         return MeshViews(
@@ -126,7 +137,7 @@ class MeshViews:
     dense: DeviceMesh
     """pp, dp_replicate, dp_shard, cp, tp"""
     parameters: DeviceMesh
-    """pp, dp_replicate, fsdp (= dp_shard x cp), tp"""
+    """pp, dp_replicate, fsdp (= dp_shard x cp), tp; cp goes to dp_replicate in plain data parallelism"""
     expert: DeviceMesh
     """pp, dp_replicate, efsdp, ep, etp"""
 

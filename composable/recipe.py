@@ -16,7 +16,11 @@ from composable.models.config import DecoderConfig
 from composable.optim import schedules
 from composable.optim.optimizers import OptimizerConfig
 from composable.optim.schedules import ScheduleConfig, scale_learning_rate
-from composable.parallel.config import Parallel
+from composable.parallel.architecture import Architecture, decoder_architecture
+from composable.parallel.compose import Shape
+from composable.parallel.config import Parallel, Pipeline
+from composable.parallel.context import check_context
+from composable.parallel.tensor import check_tensor
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class Recipe:
     """only kernels that give the same bits on every run (CPU runs do without it)"""
     mesh: Mesh = field(default_factory=Mesh)
     parallel: Parallel = field(default_factory=Parallel)
+    pipeline: Pipeline = field(default_factory=Pipeline)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -97,6 +102,17 @@ class Recipe:
         dtype = getattr(torch, self.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
+
+    @property
+    def architecture(self) -> Architecture:
+        """The model as `compose` takes it."""
+        return decoder_architecture(self.model, self.torch_dtype, self.parallel.loss_chunk)
+
+    @property
+    def shape(self) -> Shape:
+        """What passes through the model at a time; the mesh must be resolved."""
+        data = self.data
+        return Shape(data.micro_batch, data.seq_len, accumulation(data, self.mesh.data_ranks))
 
     @property
     def peak_lr(self) -> float:
@@ -120,10 +136,19 @@ class Recipe:
             raise ValueError(f"observe.every={self.observe.every}: 1 logs every step")
         mesh = self.mesh.resolve(world, replicate=self.parallel.data == "ddp")
         self.parallel.check(mesh, self.model.layers)
-        accumulation(self.data, mesh.data_ranks)
+        check_tensor(self.model, mesh.tp, self.data.seq_len // mesh.cp)
+        if mesh.cp > 1:
+            model = self.model
+            check_context(self.data.seq_len, mesh.cp, mesh.tp, model.heads, model.kv_heads, self.parallel.context)
+        if mesh.pp > 1:
+            accumulation(self.data, mesh.data_ranks, self.pipeline.micro_batches or 1)
+        count = accumulation(self.data, mesh.data_ranks)
+        warnings = self.pipeline.check(
+            mesh.pp, self.pipeline.micro_batches or count, self.model.layers, whole_blocks=self.parallel.whole_blocks
+        )
         if self.dtype == "float64" and self.parallel.precision != "none":
             raise ValueError("dtype=float64 is for proofs, and parallel.precision casts it away; leave one of them out")
-        warnings = schedules.check(self.schedule, max(self.steps, 1))
+        warnings += schedules.check(self.schedule, max(self.steps, 1))
         if self.data.seq_len > self.model.max_length:
             warnings.append(f"data.seq_len={self.data.seq_len} is longer than model.max_length={self.model.max_length}")
         return dataclasses.replace(self, mesh=mesh), warnings

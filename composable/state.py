@@ -19,7 +19,7 @@ from composable.data.loader import DataConfig
 from composable.data.packing import sample_count
 from composable.data.tokens import Tokens, load_tokens
 from composable.models.families import to_hugging_face
-from composable.optim.optimizers import named_parameters, optimizer_tensors
+from composable.optim.optimizers import optimizer_tensors
 from composable.parallel.compose import Composed
 from composable.recipe import Recipe
 from composable.step import StepResult
@@ -93,8 +93,7 @@ def save_checkpoint(
         "config.json": json.dumps(to_hugging_face(recipe.model, recipe.dtype), indent=2) + "\n",
         STATE: json.dumps(facts, indent=2) + "\n",
     }
-    weights = named_parameters(model.parts)
-    save(folder, weights, optimizer_tensors(None, optimizer), {**files, **tokenizer_files(corpus.train.tokenizer)})
+    save(folder, model.named, optimizer_tensors(None, optimizer), {**files, **tokenizer_files(corpus.train.tokenizer)})
     together(None, lambda: prune(root, recipe.checkpoint.keep) if dist.get_rank() == 0 else None)
     return folder
 
@@ -125,14 +124,14 @@ def resume(recipe: Recipe, model: Composed, optimizer: torch.optim.Optimizer, co
         if how == "must":
             raise ValueError(f"checkpoint.resume=must, and {root} holds no complete checkpoint; check --out")
         if recipe.init_from:
-            load(Path(recipe.init_from), named_parameters(model.parts), verify=recipe.checkpoint.verify)
+            load(Path(recipe.init_from), model.named, verify=recipe.checkpoint.verify)
         return TrainState()
     if how == "never":
         raise ValueError(f"checkpoint.resume=never, and {found} is a complete checkpoint; choose another --out")
     folder = Path(found)
     facts = together(None, lambda: json.loads((folder / STATE).read_text()))[dist.get_rank()]
     check_same_run(folder, facts, recipe, corpus)
-    load(folder, named_parameters(model.parts), optimizer_tensors(None, optimizer), verify=recipe.checkpoint.verify)
+    load(folder, model.named, optimizer_tensors(None, optimizer), verify=recipe.checkpoint.verify)
     return TrainState(**{field.name: facts[field.name] for field in dataclasses.fields(TrainState)})
 
 

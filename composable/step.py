@@ -64,15 +64,16 @@ def train_step(
     """
     counts = _count(model, micro_batches)
     losses = model.train(micro_batches, counts[0].clamp(min=1)) / model.mesh.copies_of_loss  # [M]
-    square = squared_norm(model.parameters, model.mesh.stage_ranks).to(losses)
+    square = squared_norm(model.counted, model.mesh.stage_ranks).to(losses)
     seen = _gather(torch.cat([torch.stack([losses.sum(), square]), torch.tensor(report).to(losses)]))
     total, norm = sum(row[0] for row in seen), sum(row[1] for row in seen) ** 0.5
     if not (_finite(total) and _finite(norm)):
         _raise_non_finite(step, micro_batches, losses, seen)
     scale_gradients(model.parameters, clip_coefficient(torch.tensor(norm, dtype=torch.float64), max_norm).item())
     set_learning_rate(optimizer, lr)
-    optimizer.step()
-    optimizer.zero_grad()
+    model.update(optimizer)
+    for parameter in model.parameters:
+        parameter.grad = None
     valid, tokens, samples = counts.tolist()
     return StepResult(total / max(valid, 1), norm, valid, tokens, samples, [row[2:] for row in seen])
 
@@ -85,7 +86,7 @@ def evaluate(model: Composed, batches: Iterable[MicroBatch]) -> float:
     total = torch.zeros(2, dtype=torch.float64, device=model.device)
     for batch in batches:
         valid = (batch.labels != IGNORE).sum().to(total)
-        total += torch.stack([model.evaluate(batch), valid]) / model.mesh.copies_of_loss
+        total += torch.stack([model.evaluate(batch) / model.mesh.copies_of_loss, valid / model.mesh.copies_of_batch])
     for part, mode in zip(model.parts, training, strict=True):
         part.train(mode)
     dist.all_reduce(total)
@@ -100,7 +101,7 @@ def _count(model: Composed, micro_batches: Sequence[MicroBatch]) -> Tensor:
     length = micro_batches[0].tokens.size(1)
     counts = torch.tensor([valid, rows * length, rows], device=model.device)
     dist.all_reduce(counts)
-    return counts // model.mesh.copies_of_loss
+    return counts // model.mesh.copies_of_batch
 
 
 def _gather(row: Tensor) -> list[list[float]]:

@@ -21,9 +21,7 @@ from composable.data.loader import accumulation, build_loader, validation_loader
 from composable.data.text import bigram_entropy, load_tokenizer
 from composable.mesh import distributed
 from composable.models.count import count_parameters, flops_per_token
-from composable.models.decoder import Decoder
 from composable.models.generate import generate
-from composable.models.init import decoder_init
 from composable.observe.clock import StepClock
 from composable.observe.console import Progress
 from composable.observe.memory import memory_snapshot, peak_memory_gib, record_memory
@@ -31,8 +29,9 @@ from composable.observe.metrics import MetricsWriter
 from composable.observe.profile import trace
 from composable.optim.optimizers import build_optimizer
 from composable.optim.schedules import learning_rate
-from composable.parallel.compose import Composed, compose
+from composable.parallel.compose import Composed, compose, split
 from composable.parallel.data import reshard
+from composable.parallel.split import describe
 from composable.plan.devices import peak_flops
 from composable.recipe import Recipe, command_line
 from composable.state import Corpus, TrainState, last_step, resume, save_checkpoint
@@ -80,7 +79,7 @@ def train(recipe: Recipe) -> TrainState:
         rank = dist.get_rank()
         corpus = together(None, lambda: Corpus.open(recipe.data, recipe.model.vocab_size))[rank]
         model = build_model(recipe, device)
-        optimizer = build_optimizer(model.parts, recipe.optimizer)
+        optimizer = build_optimizer(model.parts, recipe.optimizer, only=model.named)
         start = resume(recipe, model, optimizer, corpus)
         recipe = dataclasses.replace(recipe, steps=last_step(recipe, corpus, start))
         metrics = MetricsWriter(recipe.folder, rank=rank, resume_step=start.step)
@@ -98,10 +97,15 @@ def train(recipe: Recipe) -> TrainState:
 
 def build_model(recipe: Recipe, device: torch.device) -> Composed:
     """The recipe's model, composed on its mesh, with its initial weights."""
-    with torch.device("meta"):
-        model = Decoder(recipe.model).to(recipe.torch_dtype)
-    init = decoder_init(recipe.model)
-    return compose(model, recipe.mesh, recipe.parallel, blocks=model.blocks, init=init, seed=recipe.seed, device=device)
+    return compose(
+        recipe.architecture,
+        recipe.mesh,
+        recipe.parallel,
+        recipe.pipeline,
+        recipe.shape,
+        seed=recipe.seed,
+        device=device,
+    )
 
 
 def loop(run: Run, state: TrainState, stop: "StopWish") -> TrainState:
@@ -236,6 +240,9 @@ def announce(run: Run, start: TrainState, remarks: list[str]) -> None:
         return
     recipe, corpus, model, data = run.recipe, run.corpus, run.recipe.model, run.recipe.data
     count, steps = count_parameters(model), recipe.steps
+    if recipe.mesh.pp > 1:
+        stages, ranks = split(recipe.architecture, recipe.mesh, recipe.pipeline, data.seq_len)
+        remarks = [*remarks, describe(stages, recipe.architecture.costs(data.seq_len), ranks)]
     lines = [
         f"composable {composable.__version__}: {recipe.name}",
         f"  model   {count.total:,} parameters ({count.without_embedding:,} without embedding), {model.layers} layers "
@@ -269,8 +276,8 @@ def finish(run: Run, state: TrainState) -> None:
         run.progress.say(f"stopped by a signal after step {state.step}; the same command goes on from there")
         return
     run.progress.say(f"done: {recipe.folder} (tensorboard --logdir {recipe.folder})")
-    if len(held_out) < 64:
-        return
+    if len(held_out) < 64 or recipe.mesh.pp * recipe.mesh.cp > 1:
+        return  # a part of a model, or of a sequence, writes no text
     prompt = torch.tensor(held_out.tokens[:64].astype("int64"), device=run.device)
     tokens = generate(run.model.parts[0], prompt, 240, temperature=0.8, context=recipe.data.seq_len, seed=recipe.seed)
     reshard(run.model.parts[0])

@@ -12,14 +12,15 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from composable.checkpoint.shards import Box, local_box
 from composable.data.loader import DataConfig, MicroBatch, accumulation
 from composable.mesh import Mesh
 from composable.models.config import DecoderConfig
 from composable.models.loss import IGNORE
-from composable.optim.optimizers import build_optimizer, named_parameters
-from composable.parallel.config import Parallel
+from composable.optim.local import local
+from composable.optim.optimizers import build_optimizer
+from composable.parallel.config import Parallel, Pipeline
 from composable.recipe import Recipe
 from composable.step import train_step
 from composable.train import build_model
@@ -35,6 +36,8 @@ GROUPS = {  # what the table calls a tensor -> a part of its name; the first tha
 }
 
 
+COPY = " on rank "
+"""between the name of a tensor and the rank whose copy differs"""
 Row = tuple[str, str, float]
 """group, what it is, error"""
 
@@ -91,12 +94,12 @@ def record(recipe: Recipe, steps: int, silent_ranks: int = 0) -> Numbers | None:
     recipe, _ = recipe.resolve(dist.get_world_size())
     device = torch.device("cpu")
     model = build_model(recipe, device)
-    optimizer = build_optimizer(model.parts, recipe.optimizer)
+    optimizer = build_optimizer(model.parts, recipe.optimizer, only=model.named)
     gradients: list[dict[str, Tensor]] = []
     update = optimizer.step
 
     def recorded_update() -> None:
-        gradients.append(_full({name: p.grad for name, p in named_parameters(model.parts).items()}))
+        gradients.append(_full({name: p.grad for name, p in model.named.items()}))
         update()
 
     optimizer.step = recorded_update  # type: ignore[method-assign,assignment]
@@ -114,28 +117,35 @@ def record(recipe: Recipe, steps: int, silent_ranks: int = 0) -> Numbers | None:
         )
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    weights = _full(dict(named_parameters(model.parts)))
+    weights = _full(dict(model.named))
     return Numbers(losses, norms, gradients, weights) if dist.get_rank() == 0 else None
 
 
 def _full(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """Whole tensors of all ranks on rank 0, by name; what rank 0 lacks comes from the lowest rank that has it."""
-    whole = {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
-        for name, tensor in tensors.items()
-        if tensor is not None
-    }
-    everyone: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
-    dist.gather_object(whole, everyone if dist.get_rank() == 0 else None)
-    merged: dict[str, Tensor] = {}
-    for part in everyone:
-        merged = part | merged
-    return dict(sorted(merged.items()))
+    """Whole tensors on rank 0, put together from the boxes of all ranks.
+
+    A copy that is not equal to the first one to the bit stands beside it as "<name> on rank <rank>".
+    """
+    mine = {name: (tuple(t.shape), local_box(t), local(t).cpu()) for name, t in tensors.items() if t is not None}
+    everyone: list[dict[str, tuple[tuple[int, ...], Box, Tensor]]] = [{} for _ in range(dist.get_world_size())]
+    dist.gather_object(mine, everyone if dist.get_rank() == 0 else None)
+    whole: dict[str, Tensor] = {}
+    seen: dict[tuple[str, Box], Tensor] = {}
+    for rank, parts in enumerate(everyone):
+        for name, (shape, box, part) in parts.items():
+            tensor = whole.setdefault(name, part.new_full(shape, math.nan))
+            first = seen.setdefault((name, box), part)
+            if first is part:
+                tensor[box.slices()] = part
+            elif not torch.equal(first, part):
+                copy = whole.setdefault(f"{name}{COPY}{rank}", tensor.clone())
+                copy[box.slices()] = part
+    return dict(sorted(whole.items()))
 
 
 def reference_of(recipe: Recipe) -> Recipe:
     """The same training on one process: no mesh, no parallelism."""
-    return dataclasses.replace(recipe, mesh=Mesh(), parallel=Parallel())
+    return dataclasses.replace(recipe, mesh=Mesh(), parallel=Parallel(), pipeline=Pipeline())
 
 
 def error(a: Tensor | float, b: Tensor | float) -> float:
@@ -166,7 +176,8 @@ def compare(numbers: Numbers, reference: Numbers, tolerance: float) -> Compariso
 def _tensors(ours: dict[str, Tensor], theirs: dict[str, Tensor], what: str, text: str) -> list[Row]:
     rows = []
     for name in sorted(ours.keys() | theirs.keys()):
-        value = error(ours[name], theirs[name]) if name in ours and name in theirs else math.inf
+        like = name.partition(COPY)[0]
+        value = error(ours[name], theirs[like]) if name in ours and like in theirs else math.inf
         group = next((group for group, part in GROUPS.items() if part in name), "other")
         rows.append((f"{group} {what}", text + name, value))
     return sorted(rows, key=lambda row: -row[2])

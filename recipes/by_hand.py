@@ -15,13 +15,12 @@ from composable.checkpoint.save import save
 from composable.data.loader import accumulation, build_loader
 from composable.data.tokens import load_tokens
 from composable.mesh import distributed
-from composable.models.decoder import Decoder
-from composable.models.init import decoder_init
 from composable.models.loss import IGNORE
 from composable.optim.clip import clip_by_global_norm
-from composable.optim.optimizers import build_optimizer, named_parameters, optimizer_tensors, set_learning_rate
+from composable.optim.optimizers import build_optimizer, optimizer_tensors, set_learning_rate
 from composable.optim.schedules import learning_rate
-from composable.parallel.compose import compose
+from composable.parallel.architecture import decoder_architecture
+from composable.parallel.compose import Shape, compose
 from composable.recipe import command_line
 
 
@@ -33,13 +32,12 @@ def main() -> None:
         tokens, _held_out = load_tokens(data.path).split(data.holdout)
         ranks = {"data_rank": mesh.data_rank(dist.get_rank()), "data_ranks": mesh.data_ranks}
 
-        with torch.device("meta"):
-            model = Decoder(recipe.model).to(recipe.torch_dtype)
-        init = decoder_init(recipe.model)
-        blocks = model.blocks
-        composed = compose(model, mesh, recipe.parallel, blocks=blocks, init=init, seed=recipe.seed, device=device)
-        optimizer = build_optimizer(composed.parts, recipe.optimizer)
-        weights, state = named_parameters(composed.parts), optimizer_tensors(None, optimizer)
+        count = accumulation(data, mesh.data_ranks)
+        architecture = decoder_architecture(recipe.model, recipe.torch_dtype, recipe.parallel.loss_chunk)
+        shape = Shape(data.micro_batch, data.seq_len, count)
+        model = compose(architecture, mesh, recipe.parallel, recipe.pipeline, shape, seed=recipe.seed, device=device)
+        optimizer = build_optimizer(model.parts, recipe.optimizer, only=model.named)
+        weights, state = model.named, optimizer_tensors(None, optimizer)
 
         checkpoints = recipe.folder / "checkpoints"
         start = 0
@@ -49,14 +47,16 @@ def main() -> None:
 
         batches = build_loader(tokens, data, seed=recipe.seed, position=start * data.global_batch, **ranks)
         for step in range(start + 1, recipe.steps + 1):
-            micro_batches = list(islice(batches, accumulation(data, mesh.data_ranks)))
+            micro_batches = list(islice(batches, count))
             valid = torch.tensor(sum(int((b.labels != IGNORE).sum()) for b in micro_batches), device=device)
             dist.all_reduce(valid)
-            valid //= mesh.copies_of_loss
-            losses = composed.train(micro_batches, valid)  # forward and backward passes
-            norm = clip_by_global_norm(composed.parameters, recipe.optimizer.max_norm, ranks_per_stage=mesh.stage_ranks)
+            valid //= mesh.copies_of_batch
+            losses = model.train(micro_batches, valid)  # forward and backward passes
+            norm = clip_by_global_norm(
+                model.parameters, recipe.optimizer.max_norm, ranks_per_stage=mesh.stage_ranks, counted=model.counted
+            )
             set_learning_rate(optimizer, learning_rate(recipe.schedule, step, recipe.steps, recipe.peak_lr))
-            optimizer.step()
+            model.update(optimizer)
             optimizer.zero_grad()
             loss = losses.sum() / valid / mesh.copies_of_loss
             dist.all_reduce(loss)

@@ -58,7 +58,7 @@ def measure(options: Options, recipe: Recipe) -> dict[str, object]:
         data, mesh, rank = recipe.data, recipe.mesh, dist.get_rank()
         corpus = Corpus.open(data, recipe.model.vocab_size)
         model = build_model(recipe, device)
-        optimizer = build_optimizer(model.parts, recipe.optimizer)
+        optimizer = build_optimizer(model.parts, recipe.optimizer, only=model.named)
         ranks = {"data_rank": mesh.data_rank(rank), "data_ranks": mesh.data_ranks}
         batches, count = (
             build_loader(corpus.train, data, seed=recipe.seed, **ranks),

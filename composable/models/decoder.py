@@ -1,6 +1,5 @@
 """One decoder for every family; with parts left out it is a pipeline stage."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from composable.models.attention import LOCAL, Attention, Method
 from composable.models.config import DecoderConfig
 from composable.models.feedforward import SwiGLU
 from composable.models.linear import Linear, linear
-from composable.models.loss import cross_entropy_sum
+from composable.models.loss import Loss, chunked_loss, cross_entropy_sum
 from composable.models.rotary import tables
 
 
@@ -60,7 +59,8 @@ class Decoder(nn.Module):
         self.config = config
         self.first = first
         self.mask = method.mask
-        self.loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
+        self.loss: Loss = cross_entropy_sum
+        self.loss_chunk = 0  # tokens of which logits exist at once when there are labels; 0: all
         self.model = Body(config, range(config.layers) if layers is None else layers, first, last, method)
         self.lm_head = Linear(config.dim, config.vocab_size, bias=False) if last and not config.tied else None
 
@@ -90,12 +90,19 @@ class Decoder(nn.Module):
             hidden = block(hidden, cos, sin, mask)
         if self.model.norm is None:
             return hidden
-        logits = self.head(self.model.norm(hidden))
-        return logits if labels is None else self.loss(logits, labels)
+        hidden = self.model.norm(hidden)
+        if labels is None:
+            return self.head(hidden)
+        if self.loss_chunk:
+            return chunked_loss(self.loss, hidden, self.head_weight(), labels, self.loss_chunk)
+        return self.loss(self.head(hidden), labels)
 
     def head(self, hidden: Tensor) -> Tensor:
         """hidden [B, S, D] -> logits [B, S, V]."""
-        if self.lm_head is not None:
-            return self.lm_head(hidden)
-        assert self.model.embed_tokens is not None
-        return linear(hidden, self.model.embed_tokens.weight)
+        return linear(hidden, self.head_weight())
+
+    def head_weight(self) -> Tensor:
+        """[V, D]; a tied head reads the embedding's."""
+        owner = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        assert owner is not None
+        return owner.weight

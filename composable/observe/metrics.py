@@ -84,6 +84,7 @@ class MetricsWriter:
             from torch.utils.tensorboard.summary import hparams
 
             # Not SummaryWriter.add_hparams: it opens a second event file and writes each metric again as of step 0.
+            assert self._board.file_writer is not None
             for summary in hparams(dict(_flat(values)), dict.fromkeys(metrics, 0.0)):
                 self._board.file_writer.add_summary(summary)
             self._board.flush()

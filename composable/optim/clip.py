@@ -97,6 +97,7 @@ def clip_by_global_norm(
     max_norm: float,
     *,
     ranks_per_stage: int | None = None,
+    counted: Iterable[nn.Parameter] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Scale all gradients by min(1, max_norm / norm) and give the norm they had: for a training loop of one's own.
@@ -105,6 +106,7 @@ def clip_by_global_norm(
         parameters: those this rank holds.
         max_norm: the norm not to be exceeded; 0 only measures.
         ranks_per_stage: world size / pipeline degree; by default the size of `group` (no pipeline).
+        counted: those of them that make up the norm, as where two stages hold one weight; all if None.
         group: all ranks of the job; by default the default group. Without a process group the rank is alone.
 
     Returns:
@@ -114,7 +116,7 @@ def clip_by_global_norm(
     distributed = group is not None or (dist.is_available() and dist.is_initialized())
     if ranks_per_stage is None:
         ranks_per_stage = dist.get_world_size(group) if distributed else 1
-    square = squared_norm(parameters, ranks_per_stage)
+    square = squared_norm(parameters if counted is None else counted, ranks_per_stage)
     if distributed:
         dist.all_reduce(square, group=group)
     norm = square.sqrt()

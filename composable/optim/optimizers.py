@@ -140,7 +140,9 @@ class SGD(torch.optim.SGD):
         return loss
 
 
-def build_optimizer(model: Models, config: OptimizerConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: Models, config: OptimizerConfig, *, only: Mapping[str, nn.Parameter] | None = None
+) -> torch.optim.Optimizer:
     """An optimizer over the parameters that are not frozen, in a group that decays and one that does not.
 
     Norms, biases and embeddings do not decay unless `config.decay_all`. They are known by what they are, so any model
@@ -150,6 +152,7 @@ def build_optimizer(model: Models, config: OptimizerConfig) -> torch.optim.Optim
     Args:
         model: a module after it was sharded, or the parts of it that this rank holds, or a table of named parameters
             (in which only dimensions and names tell).
+        only: the parameters to optimise, by name; all of `model` if None.
         config: the numbers. `config.lr` is what each group starts with; `max_norm`, `scale` and `reference_batch` are
             for the caller of the step.
 
@@ -162,7 +165,7 @@ def build_optimizer(model: Models, config: OptimizerConfig) -> torch.optim.Optim
     """
     whole = set() if config.decay_all else _undecayed(model)
     groups: dict[bool, dict[str, Any]] = {}
-    for name, parameter in named_parameters(model).items():
+    for name, parameter in (named_parameters(model) if only is None else only).items():
         if not parameter.requires_grad:
             continue
         plain = not config.decay_all and (

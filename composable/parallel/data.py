@@ -16,13 +16,13 @@ from composable.parallel.config import DataKind, Parallel
 
 
 def shard_data(model: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, views: MeshViews, parallel: Parallel) -> None:
-    """Spread parameters over the data ranks, in place; a model of one rank that needs no cast stays as it is.
+    """Spread parameters over data and context ranks, in place; a model of one such rank without a cast stays as it is.
 
     Args:
         model: on the meta device or not; its parameters become DTensors.
         blocks: its blocks in order; `parallel.unit` of them are gathered together.
     """
-    if mesh.stage_ranks == 1 and parallel.precision == "none" and not parallel.offload:
+    if mesh.data_ranks * mesh.cp == 1 and parallel.precision == "none" and not parallel.offload:
         return
     over = _data_mesh(mesh, views, parallel)
     accelerated = over.device_type != "cpu"
@@ -48,7 +48,7 @@ def shard_data(model: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, views:
 
 
 def _data_mesh(mesh: Mesh, views: MeshViews, parallel: Parallel) -> DeviceMesh:
-    if mesh.dp_replicate > 1 or parallel.data == "ddp":
+    if views.parameters["dp_replicate"].size() > 1 or parallel.data == "ddp":
         return views.parameters["dp_replicate", "fsdp"]
     return views.parameters["fsdp"]
 

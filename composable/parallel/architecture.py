@@ -1,0 +1,61 @@
+"""How a model takes part in composition: what `compose` must know of it, as functions over its parts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable.models.attention import Method
+from composable.models.config import DecoderConfig
+from composable.models.decoder import Decoder
+from composable.models.init import InitRule, decoder_init
+from composable.parallel.split import Costs, Stage, costs
+from composable.parallel.tensor import tensor_parallel
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model that can be cut, spread and initialised.
+
+    A part is called as `part(x, labels=, positions=, documents=)`: x are tokens [B, S] in the first stage and hidden
+    states after it; the last stage gives the summed loss [], the others hidden states.
+    """
+
+    build: Callable[[Stage, Method], nn.Module]
+    """the part of a stage, with attention by the given method; called on the meta device"""
+    blocks: Callable[[nn.Module], Sequence[nn.Module]]
+    """the blocks of a part in order: units of recomputation, compilation and sharding"""
+    tensor: Callable[[nn.Module, DeviceMesh], None]
+    """spreads a part over a tensor mesh, in place; hidden states between parts are cut along the sequence"""
+    costs: Callable[[int], Costs]
+    """sequence length -> what the parts cost, by which they are dealt to stages"""
+    init: InitRule
+    """parameter name -> how it starts"""
+    width: int
+    """D of the hidden states [B, S, D] between parts"""
+
+
+def decoder_architecture(config: DecoderConfig, dtype: torch.dtype, loss_chunk: int = 0) -> Architecture:
+    """Our decoder.
+
+    Args:
+        dtype: of its parameters.
+        loss_chunk: tokens of which logits exist at once; 0: all.
+    """
+
+    def build(stage: Stage, method: Method) -> nn.Module:
+        part = Decoder(config, layers=stage.layers, first=stage.first, last=stage.last, method=method).to(dtype)
+        part.loss_chunk = loss_chunk
+        return part
+
+    def blocks(part: nn.Module) -> Sequence[nn.Module]:
+        assert isinstance(part, Decoder)
+        return part.blocks
+
+    def tensor(part: nn.Module, mesh: DeviceMesh) -> None:
+        assert isinstance(part, Decoder)
+        tensor_parallel(part, mesh)
+
+    return Architecture(build, blocks, tensor, lambda seq_len: costs(config, seq_len), decoder_init(config), config.dim)
