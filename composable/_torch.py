@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor.debug as dtensor_debug
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -235,3 +236,12 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: floa
     if causal:
         scores = scores.masked_fill(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
     return scores if bias is None else scores + bias
+
+
+def forget_process_groups() -> None:
+    """Drop what DTensor keeps of process groups that were destroyed.
+
+    Its cache of sharding decisions outlives `destroy_process_group`, and a mesh that is made anew over the same ranks
+    compares equal to the old one, whose groups are gone. There is no public call. Checked on torch 2.13.
+    """
+    dtensor_debug._clear_sharding_prop_cache()

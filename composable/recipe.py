@@ -3,9 +3,10 @@
 import dataclasses
 import json
 import runpy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -90,6 +91,8 @@ class Recipe:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    foreign: Annotated[Callable[["Recipe"], Architecture] | None, tyro.conf.Suppress] = None
+    """builds a model that is not ours, of the sizes in `model` (composable.parallel.foreign); no option"""
 
     @property
     def folder(self) -> Path:
@@ -106,6 +109,8 @@ class Recipe:
     @property
     def architecture(self) -> Architecture:
         """The model as `compose` takes it."""
+        if self.foreign is not None:
+            return self.foreign(self)
         return decoder_architecture(self.model, self.torch_dtype, self.parallel.loss_chunk)
 
     @property
@@ -153,9 +158,13 @@ class Recipe:
             warnings.append(f"data.seq_len={self.data.seq_len} is longer than model.max_length={self.model.max_length}")
         return dataclasses.replace(self, mesh=mesh), warnings
 
+    def options(self) -> dict[str, Any]:
+        """All fields that are options, as nested dictionaries."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "foreign"}
+
     def to_json(self) -> str:
-        """All fields, as recipe.json holds them."""
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        """All options, as recipe.json holds them."""
+        return json.dumps(self.options(), indent=2) + "\n"
 
 
 def recipe_of(script: Path) -> Recipe:

@@ -21,6 +21,7 @@ from composable.data.tokens import Tokens, load_tokens
 from composable.models.families import to_hugging_face
 from composable.optim.optimizers import optimizer_tensors
 from composable.parallel.compose import Composed
+from composable.parallel.tied import copy_tied_weight
 from composable.recipe import Recipe
 from composable.step import StepResult
 
@@ -86,7 +87,7 @@ def save_checkpoint(
         "rng": {"seed": recipe.seed, "rule": "torch's generators are seeded anew at each step from (seed, step)"},
         "data": {"fingerprint": corpus.fingerprint, **{name: getattr(recipe.data, name) for name in ORDER_FIELDS}},
         "layout": {"world": dist.get_world_size(), **dataclasses.asdict(recipe.mesh), "data": recipe.parallel.data},
-        "recipe": dataclasses.asdict(recipe),
+        "recipe": recipe.options(),
         "versions": {"composable": composable.__version__, "torch": torch.__version__},
     }
     files: dict[str, str | bytes] = {
@@ -125,6 +126,7 @@ def resume(recipe: Recipe, model: Composed, optimizer: torch.optim.Optimizer, co
             raise ValueError(f"checkpoint.resume=must, and {root} holds no complete checkpoint; check --out")
         if recipe.init_from:
             load(Path(recipe.init_from), model.named, verify=recipe.checkpoint.verify)
+            copy_tied_weight(model.parts)
         return TrainState()
     if how == "never":
         raise ValueError(f"checkpoint.resume=never, and {found} is a complete checkpoint; choose another --out")
@@ -132,6 +134,7 @@ def resume(recipe: Recipe, model: Composed, optimizer: torch.optim.Optimizer, co
     facts = together(None, lambda: json.loads((folder / STATE).read_text()))[dist.get_rank()]
     check_same_run(folder, facts, recipe, corpus)
     load(folder, model.named, optimizer_tensors(None, optimizer), verify=recipe.checkpoint.verify)
+    copy_tied_weight(model.parts)
     return TrainState(**{field.name: facts[field.name] for field in dataclasses.fields(TrainState)})
 
 

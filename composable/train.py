@@ -265,7 +265,7 @@ def announce(run: Run, start: TrainState, remarks: list[str]) -> None:
         lines.append(f"  run     {recipe.folder}: steps {start.step + 1} to {steps}{resumed}")
         (recipe.folder / "recipe.json").write_text(recipe.to_json())
         run.metrics.text("recipe", f"```json\n{recipe.to_json()}```")
-        run.metrics.hparams(dataclasses.asdict(recipe), ["train/loss", "validation/loss"])
+        run.metrics.hparams(recipe.options(), ["train/loss", "validation/loss"])
     run.progress.say("\n".join(lines + [f"  note    {remark}" for remark in remarks]))
 
 

@@ -197,7 +197,9 @@ def suspects(recipe: Recipe, disagrees: Callable[[Recipe, int], bool]) -> list[s
     """
     mesh = recipe.mesh
     wide = [name for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep") if getattr(mesh, name) > 1]
-    alone = [name for name in wide if _runs(recipe, Mesh(dp_shard=1, **{name: getattr(mesh, name)}), disagrees) is True]
+    alone = [
+        name for name in wide if _runs(recipe, Mesh(**{"dp_shard": 1, name: getattr(mesh, name)}), disagrees) is True
+    ]
     if alone or len(wide) == 1:
         return alone or wide
     without = [name for name in wide if _runs(recipe, dataclasses.replace(mesh, **{name: 1}), disagrees) is False]

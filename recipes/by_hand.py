@@ -21,6 +21,7 @@ from composable.optim.optimizers import build_optimizer, optimizer_tensors, set_
 from composable.optim.schedules import learning_rate
 from composable.parallel.architecture import decoder_architecture
 from composable.parallel.compose import Shape, compose
+from composable.parallel.tied import copy_tied_weight
 from composable.recipe import command_line
 
 
@@ -43,6 +44,7 @@ def main() -> None:
         start = 0
         if newest := latest(checkpoints):
             load(newest, weights, state)
+            copy_tied_weight(model.parts)
             start = int(newest.name.removeprefix("step-"))
 
         batches = build_loader(tokens, data, seed=recipe.seed, position=start * data.global_batch, **ranks)

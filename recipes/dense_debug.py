@@ -13,7 +13,7 @@ from composable.train import main
 
 RECIPE = Recipe(
     name="dense_debug",
-    model=DecoderConfig(vocab_size=256, dim=192, layers=4, heads=6, kv_heads=2, head_dim=32, ffn=512, max_length=2048),
+    model=DecoderConfig(vocab_size=256, dim=192, layers=4, heads=8, kv_heads=2, head_dim=24, ffn=512, max_length=2048),
     steps=400,
     data=DataConfig(path="python-stdlib", seq_len=256, global_batch=32, micro_batch=4),
     parallel=Parallel(data="zero3", unit=0),

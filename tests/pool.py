@@ -18,7 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.device_mesh"]
+from composable._torch import forget_process_groups
+
+PRELOAD = [
+    "torch",
+    "composable.train",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.device_mesh",
+]
 
 
 class RankError(AssertionError):
@@ -49,6 +57,7 @@ def _serve(connection: multiprocessing.connection.Connection, port: int) -> None
         finally:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
+            forget_process_groups()
         connection.send_bytes(pickle.dumps(answer))
 
 

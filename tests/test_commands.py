@@ -111,6 +111,41 @@ def test_a_terminated_job_saves_and_goes_on_where_it_was(text, tmp_path):
     assert losses(tmp_path / "broken") == losses(tmp_path / "straight")
 
 
+def test_an_exception_in_one_stage_ends_all_ranks_with_its_message(text, tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text(
+        "import runpy, sys\n"
+        "from composable.models import feedforward\n"
+        "whole, calls = feedforward.SwiGLU.forward, []\n"
+        "def forward(self, x):\n"
+        "    import torch.distributed as dist\n"
+        "    calls.append(1)\n"
+        "    if dist.get_rank() == 2 and len(calls) > 20:\n"
+        "        raise RuntimeError('this stage is broken on purpose')\n"
+        "    return whole(self, x)\n"
+        "feedforward.SwiGLU.forward = forward\n"
+        f"sys.argv[0] = {str(ROOT / 'recipes/dense_debug.py')!r}\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    args = [
+        *TINY,
+        "--data.path",
+        text,
+        "--mesh.pp",
+        "4",
+        "--model.layers",
+        "4",
+        "--steps",
+        "50",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    began = time.monotonic()
+    output = run(str(script), 4, *args, code=1)
+    assert time.monotonic() - began < 60  # most of it is starting Python
+    assert "pipeline stage 2 of 4 on rank 2: RuntimeError: this stage is broken on purpose" in output
+
+
 def test_one_dead_rank_ends_the_job_within_seconds(text, tmp_path):
     out = tmp_path / "run"
     process = start("recipes/dense_debug.py", 2, *TINY, "--data.path", text, "--steps", "100000", "--out", str(out))

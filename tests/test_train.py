@@ -24,7 +24,7 @@ from composable.models.families import from_hugging_face
 from composable.observe.metrics import read_metrics
 from composable.optim.optimizers import OptimizerConfig
 from composable.optim.schedules import ScheduleConfig
-from composable.parallel.config import Parallel
+from composable.parallel.config import Parallel, Pipeline
 from composable.recipe import CheckpointConfig, ObserveConfig, Recipe, ValidationConfig, command_line
 from composable.step import NonFinite
 from composable.train import train
@@ -117,6 +117,32 @@ def test_a_run_resumes_on_any_number_of_ranks_and_kind_of_data_parallelism(ranks
     ):
         recipe = dataclasses.replace(moving, mesh=mesh, parallel=Parallel(data=kind))
         ranks(world, *((train, recipe) if stop == 15 else (until, recipe, stop)))
+    same(lines(tmp_path / "moving"), lines(tmp_path / "straight"), 1e-9)
+    for a, b in zip(validations(tmp_path / "moving"), validations(tmp_path / "straight"), strict=True):
+        assert a["validation_loss"] == pytest.approx(b["validation_loss"], rel=1e-9)
+    ours, theirs = (final_tensors(tmp_path / name) for name in ("moving", "straight"))
+    assert list(ours) == list(theirs)
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-9, atol=1e-12)
+
+
+def test_a_run_moves_between_tensor_context_and_pipeline_layouts(ranks, text, tmp_path):
+    model = dataclasses.replace(MODEL, layers=4, heads=4, kv_heads=2, dim=24, tied=True)
+    straight = recipe_of(text, tmp_path / "straight", 18, model=model)
+    straight = dataclasses.replace(straight, data=dataclasses.replace(straight.data, document_mask=True))
+    ranks(1, train, straight)
+    moving = dataclasses.replace(straight, out=str(tmp_path / "moving"))
+    zbv = Pipeline("ZBVZeroBubble")
+    for stop, world, changes in (
+        (3, 8, {"mesh": Mesh(tp=2, pp=2), "pipeline": Pipeline("1F1B")}),
+        (6, 1, {}),
+        (9, 8, {"mesh": Mesh(cp=2, tp=4), "parallel": Parallel(context="ring")}),
+        (12, 4, {"mesh": Mesh(pp=2), "pipeline": zbv, "parallel": Parallel("zero1", recompute="full")}),
+        (15, 4, {"mesh": Mesh(tp=2, cp=2), "parallel": Parallel("ddp", loss_chunk=3)}),
+        (18, 2, {"mesh": Mesh(pp=2), "pipeline": Pipeline("Interleaved1F1B"), "parallel": Parallel("zero2")}),
+    ):
+        recipe = dataclasses.replace(moving, **changes)
+        ranks(world, *((train, recipe) if stop == 18 else (until, recipe, stop)))
     same(lines(tmp_path / "moving"), lines(tmp_path / "straight"), 1e-9)
     for a, b in zip(validations(tmp_path / "moving"), validations(tmp_path / "straight"), strict=True):
         assert a["validation_loss"] == pytest.approx(b["validation_loss"], rel=1e-9)
@@ -290,7 +316,7 @@ def test_a_checkpoint_of_another_run_is_refused_on_every_rank(changes, words, ra
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mesh": Mesh(tp=2)}, "mesh.tp=2"),
+        ({"mesh": Mesh(ep=2)}, "mesh.ep=2"),
         ({"mesh": Mesh(dp_shard=3)}, "has 3 ranks, and there are 2"),
         ({"parallel": Parallel(unit=9)}, "parallel.unit=9.*2 blocks"),
         ({"parallel": Parallel(recompute="every:5")}, "every:5.*every:2 or less"),

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import tyro
 from torch.distributed.rendezvous import rendezvous
 
+from composable._torch import forget_process_groups
 from composable.recipe import Recipe, command_line, recipe_of
 from composable.verify import Comparison, compare, model_of, record, reference_of, shrink, suspects
 
@@ -73,6 +74,7 @@ class Worlds:
                 raise
             finally:
                 dist.destroy_process_group()
+                forget_process_groups()
             if self.rank == 0:
                 self.store.set(key, pickle.dumps((True, result)))
         self.store.wait([key], timedelta(minutes=60))
@@ -120,7 +122,7 @@ def main() -> None:
     for group, error in result.errors.items():
         say(f"  {group:<22} {error:.2e}")
     if worlds.rank == 0:
-        facts = {"recipe": dataclasses.asdict(recipe), **dataclasses.asdict(result), "suspects": blamed}
+        facts = {"recipe": recipe.options(), **dataclasses.asdict(result), "suspects": blamed}
         options.report.write_text(json.dumps(facts, indent=2) + "\n")
     if not result.first:
         say(f"agrees: worst error {result.worst:.2e} ({options.report})")

@@ -19,8 +19,9 @@ from composable.checkpoint.format import Place, read_header
 from composable.checkpoint.owners import LARGE, least_loaded
 from composable.checkpoint.plan import SECTIONS, Table, table_of
 from composable.checkpoint.shards import Box, Piece, chunk_boxes, pieces_of
+from composable.checkpoint.storage import File, naming, opened_files
 from composable.checkpoint.together import rank_of, together
-from composable.checkpoint.transfer import hash_file, hash_memory, naming, opened_files, read_box, run_all
+from composable.checkpoint.transfer import hash_file, hash_memory, read_box, run_all
 
 
 @dataclass(frozen=True)
@@ -75,24 +76,25 @@ def load(
     def fill() -> None:
         missing, extra = tuple(allow_missing), tuple(allow_extra)
         _check(folder, listing, tables, missing, extra, allow_cast)
+        sharing = _sharing(tables, rank_of(group))
         tasks = [
-            (place, piece, box)
+            (place, piece, box, sharing[section, name][1] > 1)
             for section, tensors in pieces.items()
             for name, piece in tensors.items()
             if (place := listing.places[section].get(name))
             for box in chunk_boxes(piece.box, piece.local.element_size(), LARGE)
         ]
-        with opened_files(folder, {place.file for place, _, _ in tasks}) as handles:
-            run_all(partial(_read, folder, handles), tasks)
+        with opened_files(folder, {place.file for place, *_ in tasks}) as opens:
+            run_all(partial(_read, folder, opens), tasks)
 
     together(group, fill)
     if verify and listing.manifest:
         _verify(folder, listing, listing.manifest, tables, pieces, group)
 
 
-def _read(folder: Path, handles: Mapping[str, int], place: Place, piece: Piece, box: Box) -> None:
+def _read(folder: Path, opens: Mapping[str, File], place: Place, piece: Piece, box: Box, shared: bool) -> None:
     with naming(folder / place.file):
-        read_box(handles[place.file], place, piece, box)
+        read_box(opens[place.file], place, piece, box, shared)
 
 
 def list_folder(folder: Path, sections: Sequence[str] = tuple(SECTIONS)) -> Listing:
@@ -213,13 +215,13 @@ def _verify(
         for box, digest in manifest.checksums.get(section, {}).get(name, ())
     ]
 
-    def check(number: int, handles: Mapping[str, int] | None) -> None:
+    def check(number: int, opens: Mapping[str, File] | None) -> None:
         place, section, box, digest = boxes[number]
         with naming(folder / place.file):
-            if handles is None:
+            if opens is None:
                 found = hash_memory(pieces[section][place.spec.name], box)
             else:
-                found = hash_file(handles[place.file], place, box)
+                found = hash_file(opens[place.file], place, box)
         if found != digest:
             raise ValueError(
                 f"{folder / place.file}: the bytes of {place.spec.name}, {box}, were changed since they were saved: "
@@ -239,25 +241,31 @@ def _verify(
         rest = [number for number in range(len(boxes)) if number not in checked]
         owners = least_loaded([boxes[n][2].numel * boxes[n][0].spec.dtype.itemsize for n in rest], len(tables))
         mine = [number for number, owner in zip(rest, owners, strict=True) if owner == rank]
-        with opened_files(folder, {boxes[number][0].file for number in mine}) as handles:
-            run_all(check, [(number, handles) for number in mine])
+        with opened_files(folder, {boxes[number][0].file for number in mine}) as opens:
+            run_all(check, [(number, opens) for number in mine])
 
     together(group, in_files)
 
 
-def _loaded_whole(boxes: Sequence[tuple[Place, str, Box]], tables: Sequence[Table], rank: int) -> list[int]:
-    """Numbers of the boxes that this rank has whole in memory, without a cast; ranks with equal parts take turns."""
-    turns: dict[tuple[str, str], tuple[int, int]] = {}
+def _sharing(tables: Sequence[Table], rank: int) -> dict[tuple[str, str], tuple[int, int]]:
+    """(section, name) of what this rank holds -> its turn among the ranks that hold the same part, and their number."""
+    sharing = {}
     for section, tensors in tables[rank].items():
         for name, held in tensors.items():
             same = [r for r, table in enumerate(tables) if table[section].get(name) == held]
-            turns[section, name] = (same.index(rank), len(same))
+            sharing[section, name] = (same.index(rank), len(same))
+    return sharing
+
+
+def _loaded_whole(boxes: Sequence[tuple[Place, str, Box]], tables: Sequence[Table], rank: int) -> list[int]:
+    """Numbers of the boxes that this rank has whole in memory, without a cast; ranks with equal parts take turns."""
+    sharing = _sharing(tables, rank)
     mine = []
     for number, (place, section, box) in enumerate(boxes):
         key = (section, place.spec.name)
-        if key in turns:
+        if key in sharing:
             dtype, _, held_box = tables[rank][section][place.spec.name]
-            turn, holders = turns[key]
+            turn, holders = sharing[key]
             if dtype == place.spec.dtype and held_box.contains(box) and number % holders == turn:
                 mine.append(number)
     return mine

@@ -17,8 +17,9 @@ from composable.checkpoint import folder as folders
 from composable.checkpoint.format import TensorSpec, check_specs, encode_index
 from composable.checkpoint.plan import SECTIONS, SectionPlan, Table, plan_sections, table_of
 from composable.checkpoint.shards import Box, Piece, pieces_of
+from composable.checkpoint.storage import File, naming, opened, write_all
 from composable.checkpoint.together import rank_of, together
-from composable.checkpoint.transfer import naming, opened, run_all, write_all, write_box
+from composable.checkpoint.transfer import run_all, write_box
 
 
 def save(
@@ -104,9 +105,9 @@ def _create(folder: Path, sections: Sequence[SectionPlan]) -> None:
         (folder / section.folder).mkdir(exist_ok=True)
         for file in section.files:
             path = folder / section.folder / file.name
-            with naming(path), opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as handle:
-                _allocate(handle, file.size)
-                write_all(handle, memoryview(file.header), 0)
+            with naming(path), opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as target:
+                _allocate(target.handle, file.size)
+                write_all(target, memoryview(file.header), 0)
 
 
 def _allocate(handle: int, size: int) -> None:
@@ -124,16 +125,16 @@ def _write(
     """Write and sync this rank's boxes; returns (section, name, box, checksum) of each. Rank 0 syncs every file."""
     checksums: list[tuple[str, str, Box, str]] = []
     with contextlib.ExitStack() as stack:
-        handles: dict[Path, int] = {}
+        opens: dict[Path, File] = {}
 
         def write(section: SectionPlan, name: str, box: Box, path: Path) -> None:
             with naming(path):
-                digest = write_box(handles[path], section.places[name], pieces[section.name][name], box)
+                digest = write_box(opens[path], section.places[name], pieces[section.name][name], box)
             checksums.append((section.name, name, box, digest))
 
         def sync(path: Path) -> None:
             with naming(path):
-                os.fsync(handles[path])
+                os.fsync(opens[path].handle)
 
         tasks = []
         for section in sections:
@@ -146,10 +147,10 @@ def _write(
                     if owner == rank
                 ]
                 if mine or rank == 0:
-                    handles[path] = stack.enter_context(opened(path, os.O_WRONLY))
+                    opens[path] = stack.enter_context(opened(path, os.O_WRONLY))
                 tasks += mine
         run_all(write, tasks)
-        run_all(sync, [(path,) for path in handles])
+        run_all(sync, [(path,) for path in opens])
     return checksums
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +13,7 @@ from torch import Tensor
 
 from composable.checkpoint.format import Place, TensorSpec
 from composable.checkpoint.shards import Box, Piece, byte_runs, chunk_boxes, row_major_strides
+from composable.checkpoint.storage import File, read_all, write_all
 
 THREADS = 4
 COPIED = (64 << 20) // THREADS  # bytes of one thread's copy of what cannot be written or read in place
@@ -47,13 +44,13 @@ def run_all(function: Callable[..., None], tasks: Iterable[tuple[Any, ...]]) -> 
             raise
 
 
-def write_box(handle: int, place: Place, piece: Piece, box: Box) -> str:
+def write_box(file: File, place: Place, piece: Piece, box: Box) -> str:
     """Write one box of a tensor to its place in an open file; returns the xxh3_64 of its bytes."""
     digest, itemsize = xxhash.xxh3_64(), place.spec.dtype.itemsize
     for part, data in _memory(piece, box):
         digest.update(data)
         for at, start, size in byte_runs(part, piece.shape, itemsize):
-            write_all(handle, data[start : start + size], place.offset + at)
+            write_all(file, data[start : start + size], place.offset + at)
     return digest.hexdigest()
 
 
@@ -87,16 +84,19 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def read_box(handle: int, place: Place, piece: Piece, box: Box) -> None:
-    """Read one box of a tensor from its place in an open file into this rank's memory, with a cast if dtypes differ."""
+def read_box(file: File, place: Place, piece: Piece, box: Box, shared: bool = False) -> None:
+    """Read one box of a tensor from its place in an open file into this rank's memory, with a cast if dtypes differ.
+
+    `shared`: other ranks read the same bytes, so the page cache should keep them.
+    """
     spec = place.spec
     same = spec.dtype == piece.local.dtype and not _lazy(piece.local)
     if same and _in_place(piece, box) and not _reads_between(spec, box):
         data = _bytes(raw(piece.local)[box.slices(piece.box.offsets)])
         for at, start, size in byte_runs(box, spec.shape, spec.dtype.itemsize):
-            read_all(handle, data[start : start + size], place.offset + at)
+            read_all(file, data[start : start + size], place.offset + at, cached=shared)
         return
-    for part, values in _read(handle, place, box):
+    for part, values in _read(file, place, box, shared):
         target = piece.local[part.slices(piece.box.offsets)]
         if same:
             raw(target).copy_(values)  # as integers: every bit, whatever the dtype's own copy does
@@ -104,15 +104,15 @@ def read_box(handle: int, place: Place, piece: Piece, box: Box) -> None:
             target.copy_(values.view(spec.dtype))
 
 
-def hash_file(handle: int, place: Place, box: Box) -> str:
+def hash_file(file: File, place: Place, box: Box) -> str:
     """The xxh3_64 of a box's row-major bytes as the file holds them."""
     digest = xxhash.xxh3_64()
-    for _, values in _read(handle, place, box):
+    for _, values in _read(file, place, box):
         digest.update(_bytes(values.contiguous()))
     return digest.hexdigest()
 
 
-def _read(handle: int, place: Place, box: Box) -> Iterator[tuple[Box, Tensor]]:
+def _read(file: File, place: Place, box: Box, shared: bool = False) -> Iterator[tuple[Box, Tensor]]:
     """A box's values from the file as integers of the same size (of any strides), part by part in row-major order."""
     spec, itemsize = place.spec, place.spec.dtype.itemsize
     between = _reads_between(spec, box)
@@ -123,13 +123,13 @@ def _read(handle: int, place: Place, box: Box) -> Iterator[tuple[Box, Tensor]]:
             span = 1 + sum((n - 1) * s for n, s in zip(part.sizes, strides, strict=True))
             buffer = torch.empty(span, dtype=_RAW[itemsize])
             start = sum(o * s for o, s in zip(part.offsets, strides, strict=True)) * itemsize
-            read_all(handle, _bytes(buffer), place.offset + start)
+            read_all(file, _bytes(buffer), place.offset + start, cached=True)  # the ranks beside this one do too
             yield part, buffer.as_strided(part.sizes, strides)
         else:
             buffer = torch.empty(part.sizes, dtype=_RAW[itemsize])
             data = _bytes(buffer)
             for at, begin, size in byte_runs(part, spec.shape, itemsize):
-                read_all(handle, data[begin : begin + size], place.offset + at)
+                read_all(file, data[begin : begin + size], place.offset + at, cached=shared)
             yield part, buffer
 
 
@@ -147,49 +147,3 @@ def _reads_between(spec: TensorSpec, box: Box) -> bool:
 def _spread(spec: TensorSpec, box: Box) -> float:
     """Bytes from a box's first row to its last, over the box's own."""
     return math.prod(spec.shape[1:]) / math.prod(box.sizes[1:])
-
-
-def write_all(handle: int, data: memoryview, offset: int) -> None:
-    """`pwrite` until all is written (one call writes at most 2 GiB, and less on a disk that fills up)."""
-    while data:
-        written = os.pwrite(handle, data, offset)
-        if not written:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        data, offset = data[written:], offset + written
-
-
-def read_all(handle: int, data: memoryview, offset: int) -> None:
-    """`preadv` until the buffer is full; OSError where the file ends first."""
-    while data:
-        got = os.preadv(handle, [data], offset)
-        if not got:
-            raise OSError(errno.EIO, f"the file ends at byte {offset}, {len(data)} bytes too early")
-        data, offset = data[got:], offset + got
-
-
-@contextlib.contextmanager
-def opened(path: Path, flags: int) -> Iterator[int]:
-    """A file descriptor, closed at the end."""
-    handle = os.open(path, flags, 0o666)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def opened_files(folder: Path, names: Iterable[str]) -> Iterator[dict[str, int]]:
-    """Descriptors of some files of a folder, to read from."""
-    with contextlib.ExitStack() as stack:
-        yield {name: stack.enter_context(opened(folder / name, os.O_RDONLY)) for name in names}
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to a system error that has none."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise OSError(f"{path}: {error}") from error

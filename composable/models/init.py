@@ -57,17 +57,24 @@ def initialise(named: Iterable[tuple[str, Tensor]], rule: InitRule, seed: int) -
 
 
 def materialise(model: nn.Module, device: torch.device, rule: InitRule, seed: int) -> None:
-    """Give a model built on the meta device its memory and its initial weights.
+    """Give a model whose parameters were built on the meta device its memory and its initial weights.
+
+    Buffers that have values keep them.
 
     Raises:
-        ValueError: the model has buffers, of which no rule says how they start.
+        ValueError: the model has buffers on the meta device, of which no rule says how they start.
     """
-    buffers = [name for name, _ in model.named_buffers()]
-    if buffers:
+    buffers = dict(model.named_buffers())
+    empty = [name for name, buffer in buffers.items() if buffer.is_meta]
+    if empty:
         raise ValueError(
-            f"no rule initialises the buffers {buffers}: compute them from positions, or make them parameters"
+            f"no rule initialises the buffers {empty}: build them on a real device (parallel/foreign.py does), compute "
+            "them from positions, or make them parameters"
         )
     model.to_empty(device=device)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
     initialise(model.named_parameters(), rule, seed)
 
 

@@ -12,7 +12,7 @@ from composable.models.config import DecoderConfig
 from composable.models.decoder import Decoder
 from composable.models.init import InitRule, decoder_init
 from composable.parallel.split import Costs, Stage, costs
-from composable.parallel.tensor import tensor_parallel
+from composable.parallel.tensor import replicated, tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,19 @@ class Architecture:
     blocks: Callable[[nn.Module], Sequence[nn.Module]]
     """the blocks of a part in order: units of recomputation, compilation and sharding"""
     tensor: Callable[[nn.Module, DeviceMesh], None]
-    """spreads a part over a tensor mesh, in place; hidden states between parts are cut along the sequence"""
+    """spreads a part over a tensor mesh, in place"""
     costs: Callable[[int], Costs]
     """sequence length -> what the parts cost, by which they are dealt to stages"""
     init: InitRule
     """parameter name -> how it starts"""
     width: int
     """D of the hidden states [B, S, D] between parts"""
+    sequence_cut: bool = True
+    """hidden states between parts are cut along the sequence over the tensor ranks, [B, S / tp, D]; if not, each rank
+    has all of them"""
+    partial_over_tensor: Callable[[nn.Module], Sequence[nn.Parameter]] = replicated
+    """of a part on a tensor mesh: the parameters whose gradients are of the rank's own tokens or heads, to be summed
+    over the tensor ranks; those of the others are complete"""
 
 
 def decoder_architecture(config: DecoderConfig, dtype: torch.dtype, loss_chunk: int = 0) -> Architecture:

@@ -18,7 +18,7 @@ from composable.parallel.data import begin_micro_batch, reshard, shard_data
 from composable.parallel.pipeline import Border, Evaluate, Train, pipelined
 from composable.parallel.recompute import recompute
 from composable.parallel.split import Stage, owners, parse_split, split_by_cost
-from composable.parallel.tensor import is_replicated, sum_replicated_gradients
+from composable.parallel.tensor import place_gradients, sum_replicated_gradients
 from composable.parallel.tied import copy_tied_weight, counted, named, sum_tied_gradients
 
 
@@ -106,7 +106,7 @@ def compose(
         train, evaluate = _pipeline(parts, mine, architecture, mesh, parallel, pipeline, shape, device, views)
     else:
         train, evaluate = partial(_train, parts[0], parallel, device), partial(_evaluate, parts[0], device)
-    finish = partial(_finish, parts, mesh, views)
+    finish = partial(_finish, parts, architecture, mesh, views)
     cut = partial(shard_sequence, rank=views.dense.get_local_rank("cp"), cp=mesh.cp) if mesh.cp > 1 else _whole
     return Composed(
         tuple(parts),
@@ -154,7 +154,8 @@ def _pipeline(
 ) -> tuple[Train, Evaluate]:
     length = shape.seq_len // mesh.cp
     computed = next(parts[0].parameters()).dtype if parallel.precision == "none" else getattr(torch, parallel.precision)
-    border = Border((shape.micro_batch, length), (shape.micro_batch, length // mesh.tp, architecture.width), computed)
+    held = length // mesh.tp if architecture.sequence_cut else length
+    border = Border((shape.micro_batch, length), (shape.micro_batch, held, architecture.width), computed)
     return pipelined(
         parts,
         mine,
@@ -185,10 +186,12 @@ def _whole(batch: MicroBatch) -> MicroBatch:
     return batch
 
 
-def _finish(parts: Sequence[nn.Module], mesh: Mesh, views: MeshViews) -> None:
+def _finish(parts: Sequence[nn.Module], architecture: Architecture, mesh: Mesh, views: MeshViews) -> None:
     """Sums that are made once a step, after the data ranks' own."""
     if mesh.tp > 1:
-        shared = [parameter for part in parts for parameter in part.parameters() if is_replicated(parameter)]
+        for part in parts:
+            place_gradients(part)
+        shared = [parameter for part in parts for parameter in architecture.partial_over_tensor(part)]
         sum_replicated_gradients(shared, views.parameters.get_group("tp"))
     if mesh.pp > 1:
         sum_tied_gradients(parts, views.parameters.get_group("pp"))

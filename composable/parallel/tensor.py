@@ -110,6 +110,22 @@ def replicated(model: nn.Module) -> list[nn.Parameter]:
 
 
 @torch.no_grad()
+def place_gradients(model: nn.Module) -> None:
+    """Give gradients the placements of their parameters, where torch's own styles leave others and no FSDP sees them.
+
+    An embedding of `RowwiseParallel` has a replicated gradient, a norm of `SequenceParallel` a partial one.
+    """
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if (
+            isinstance(gradient, DTensor)
+            and isinstance(parameter, DTensor)
+            and gradient.placements != parameter.placements
+        ):
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+@torch.no_grad()
 def sum_replicated_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Sum the local gradients over the tensor ranks, in place, by one flat all-reduce (one for each dtype and device).
 

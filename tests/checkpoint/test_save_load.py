@@ -238,8 +238,8 @@ def test_a_damaged_file_is_refused_with_its_name(tmp_path, file, harm):
 def test_what_was_read_wrongly_is_found_by_the_checksums(tmp_path, monkeypatch):
     save(tmp_path / "c", {"a": torch.arange(4.0)}, {}, {})
 
-    def wrong(handle, place, piece, box):
-        read_box(handle, place, piece, box)
+    def wrong(file, place, piece, *rest):
+        read_box(file, place, piece, *rest)
         piece.local[0] = 9
 
     monkeypatch.setattr(sys.modules["composable.checkpoint.load"], "read_box", wrong)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from composable.data.loader import MicroBatch
-from composable.mesh import Mesh
+from composable.mesh import Mesh, MeshViews
 from composable.models.config import DecoderConfig
 from composable.models.count import count_parameters
 from composable.models.decoder import Decoder
@@ -92,10 +92,10 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def build(case: Case, break_stage: int | None = None):
+def build(case: Case, views: MeshViews | None = None, break_stage: int | None = None):
     """This rank's parts of the case's model, and how micro-batches pass through them."""
     mesh, config, schedule = case.mesh, case.model, case.pipeline
-    views = mesh.views("cpu")
+    views = views or mesh.views("cpu")
     group = views.dense.get_group("pp")
     count = mesh.pp * schedule.stages_per_rank
     of = owners(schedule.schedule, mesh.pp, count)
@@ -131,8 +131,8 @@ def _break(module, arguments):
     raise FloatingPointError("the third valve is stuck")
 
 
-def run(case: Case) -> Numbers:
-    parts, train, evaluate, group = build(case)
+def run(case: Case, views: MeshViews | None = None) -> Numbers:
+    parts, train, evaluate, group = build(case, views)
     mine = case.mesh.data_rank(dist.get_rank())
     evaluated, losses = [], torch.zeros(0)
     for step in range(case.steps):
@@ -153,7 +153,9 @@ def run(case: Case) -> Numbers:
 
 
 def run_all(cases: list[Case]) -> list[Numbers]:
-    return [run(case) for case in cases]
+    # One set of groups for all cases of a mesh: DTensor keeps the mesh that it saw first, and finds groups by name.
+    views = {mesh: mesh.views("cpu") for mesh in dict.fromkeys(case.mesh for case in cases)}
+    return [run(case, views[case.mesh]) for case in cases]
 
 
 def reference(case: Case) -> Numbers:
@@ -230,7 +232,7 @@ def test_four_ranks(schedule, ranks):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_data_parallelism_on_top_in_one_pass_or_two(schedule, ranks):
     sharded, replicated = Mesh(pp=2, dp_shard=2), Mesh(pp=2, dp_replicate=2, dp_shard=1)
-    meshes = {"ddp": replicated, "zero1": sharded, "zero2": sharded, "zero3": sharded}
+    meshes = {"zero1": sharded, "zero2": sharded, "zero3": sharded, "ddp": replicated}
     layouts = [(mesh, Parallel(data=kind)) for kind, mesh in meshes.items()]
     one = [Case(Pipeline(schedule), 4, 1, MODEL, mesh, parallel, steps=2) for mesh, parallel in layouts]
     two = [Case(Pipeline(schedule), 4, 2, TIED, mesh, parallel) for mesh, parallel in layouts]
@@ -346,7 +348,6 @@ def _fails(schedule: str, stage: int, evaluating: bool) -> None:
 @pytest.mark.parametrize(
     ("schedule", "world", "stage", "rank", "evaluating"),
     [
-        ("1F1B", 2, 0, 0, False),
         ("1F1B", 4, 3, 3, False),
         ("ZBVZeroBubble", 2, 3, 0, False),
         ("LoopedBFS", 2, 3, 1, True),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,6 +170,36 @@ def test_a_loss_in_chunks_leaves_frozen_parameters_alone():
         for (name, a), (_, b) in zip(chunked.named_parameters(), model.named_parameters(), strict=True):
             assert (a.grad is None) == (b.grad is None), name
             assert a.grad is None or error(a.grad, b.grad) < 1e-12, name
+
+
+def peak_of(model, arguments):
+    """Bytes above the start that a forward and backward pass needed at once."""
+
+    def status(field):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    model(*arguments).backward()
+    return status("VmHWM") - before
+
+
+def peaks(config, chunk):
+    model = built(config, mesh_of_all(), dtype=torch.float32)
+    arguments = batch(config, rows=1, length=512)
+    model(*arguments).backward()  # gradients are there
+    whole = peak_of(model, arguments)
+    model.loss_chunk = chunk
+    return peak_of(model, arguments), whole
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_chunks_halve_the_peak_of_a_vocabulary_of_128k(tp, ranks):
+    config = dataclasses.replace(LLAMA, vocab_size=128 * 1024, layers=1)
+    for chunked, whole in ranks(tp, peaks, config, 32):
+        assert whole > 512 * 128 * 1024 / tp * 4  # float32 logits at least: something was measured
+        assert chunked < whole / 2
 
 
 def zero_head(vocab, chunk):

@@ -1,0 +1,124 @@
+"""Files written and read at offsets, large transfers past the page cache.
+
+A checkpoint is written once and seldom read: through the page cache, the kernel slows every writer down to its
+write-back and evicts what the job needs. Large transfers therefore use `O_DIRECT` where the file system has it. It
+wants page-aligned memory, offsets and lengths, so bytes go through a small aligned buffer, and the few bytes beside a
+page's border go the ordinary way: a page is written by one way only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+LARGE = 1 << 20  # bytes: smaller transfers take the ordinary way
+STEP = 8 << 20  # bytes of the aligned buffer, one per thread
+PAGE = max(4096, mmap.PAGESIZE)
+
+
+@dataclass(frozen=True)
+class File:
+    """An open file: a descriptor, and another past the page cache where the file system has such."""
+
+    handle: int
+    direct: int | None
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[File]:
+    """The file at `path`, closed at the end; `flags` as for `os.open`."""
+    with contextlib.ExitStack() as stack:
+        handle = os.open(path, flags, 0o666)
+        stack.callback(os.close, handle)
+        direct = None
+        with contextlib.suppress(OSError, AttributeError):  # no O_DIRECT on this system, or on this file system
+            direct = os.open(path, flags & ~(os.O_CREAT | os.O_EXCL) | os.O_DIRECT)
+            stack.callback(os.close, direct)
+        yield File(handle, direct)
+
+
+@contextlib.contextmanager
+def opened_files(folder: Path, names: Iterable[str]) -> Iterator[dict[str, File]]:
+    """Some files of a folder, to read from."""
+    with contextlib.ExitStack() as stack:
+        yield {name: stack.enter_context(opened(folder / name, os.O_RDONLY)) for name in names}
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the file's name to a system error that has none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(f"{path}: {error}") from error
+
+
+def write_all(file: File, data: memoryview, offset: int) -> None:
+    """Write `data` at `offset`, all of it; OSError if the disk is full."""
+    if file.direct is None or len(data) < LARGE:
+        return _write(file.handle, data, offset)
+    head = -offset % PAGE
+    end = head + (len(data) - head) // PAGE * PAGE
+    _write(file.handle, data[:head], offset)
+    with mmap.mmap(-1, STEP) as aligned, memoryview(aligned) as buffer:
+        for start in range(head, end, STEP):
+            size = min(STEP, end - start)
+            buffer[:size] = data[start : start + size]
+            try:
+                with buffer[:size] as part:
+                    _write(file.direct, part, offset + start)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                _write(file.handle, data[start : start + size], offset + start)  # a stricter alignment than a page's
+    return _write(file.handle, data[end:], offset + end)
+
+
+def read_all(file: File, data: memoryview, offset: int, *, cached: bool = False) -> None:
+    """Fill `data` from `offset`; OSError where the file ends first. `cached`: other processes read the same bytes."""
+    if cached or file.direct is None or len(data) < LARGE:
+        return _read(file.handle, data, offset)
+    position = 0
+    with mmap.mmap(-1, STEP) as aligned, memoryview(aligned) as buffer:
+        while position < len(data):
+            skip = (offset + position) % PAGE
+            size = min(STEP - skip, len(data) - position)
+            with buffer[: -(-(skip + size) // PAGE) * PAGE] as part:
+                got = _try_read(file.direct, part, offset + position - skip)
+            if got < skip + size:  # a stricter alignment than a page's, a short read, a file that ends too early
+                return _read(file.handle, data[position:], offset + position)
+            data[position : position + size] = buffer[skip : skip + size]
+            position += size
+    return None
+
+
+def _write(handle: int, data: memoryview, offset: int) -> None:
+    while data:  # one call writes at most 2 GiB, and less on a disk that fills up
+        written = os.pwrite(handle, data, offset)
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        data, offset = data[written:], offset + written
+
+
+def _try_read(handle: int, data: memoryview, offset: int) -> int:
+    try:
+        return os.preadv(handle, [data], offset)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return 0
+
+
+def _read(handle: int, data: memoryview, offset: int) -> None:
+    while data:
+        got = os.preadv(handle, [data], offset)
+        if not got:
+            raise OSError(errno.EIO, f"the file ends at byte {offset}, {len(data)} bytes too early")
+        data, offset = data[got:], offset + got

@@ -1,0 +1,66 @@
+import os
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composable.checkpoint import storage
+from composable.checkpoint.storage import PAGE, File, opened, read_all, write_all
+
+SIZE = 12 * PAGE
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tmp_path_factory.mktemp("storage") / "file"
+
+
+near_pages = st.builds(lambda page, off: min(SIZE, max(0, page * PAGE + off)), st.integers(0, 12), st.integers(-3, 3))
+
+
+@settings(deadline=None, max_examples=60)
+@given(near_pages, near_pages, st.sampled_from(["direct", "ordinary", "cached"]))
+def test_bytes_written_at_any_offset_are_read_back_and_their_neighbours_kept(path, one, two, way):
+    start, stop = sorted((one, two))
+    before, data = os.urandom(SIZE), os.urandom(stop - start)
+    path.write_bytes(before)
+    with mock.patch.multiple(storage, LARGE=PAGE, STEP=3 * PAGE), opened(path, os.O_RDWR) as file:
+        used = file if way != "ordinary" else File(file.handle, None)
+        write_all(used, memoryview(data), start)
+        got = bytearray(len(data))
+        read_all(used, memoryview(got), start, cached=way == "cached")
+    assert bytes(got) == data
+    assert path.read_bytes() == before[:start] + data + before[stop:]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_reading_beyond_the_end_is_an_error(path, direct):
+    path.write_bytes(bytes(3 * PAGE))
+    with (
+        mock.patch.object(storage, "LARGE", PAGE),
+        opened(path, os.O_RDONLY) as file,
+        pytest.raises(OSError, match="ends"),
+    ):
+        read_all(file if direct else File(file.handle, None), memoryview(bytearray(3 * PAGE + 1)), 0)
+
+
+def test_where_direct_transfers_want_more_than_page_alignment_the_ordinary_way_is_taken(path):
+    path.write_bytes(bytes(SIZE))
+    with mock.patch.object(storage, "LARGE", PAGE), opened(path, os.O_RDWR) as file:
+        assert file.direct is not None
+        real_write, real_read = os.pwrite, os.preadv
+
+        def refuse(real):
+            def call(handle, data, offset):
+                if handle == file.direct:
+                    raise OSError(22, "Invalid argument")
+                return real(handle, data, offset)
+
+            return call
+
+        data, got = os.urandom(SIZE), bytearray(SIZE)
+        with mock.patch.object(os, "pwrite", refuse(real_write)), mock.patch.object(os, "preadv", refuse(real_read)):
+            write_all(file, memoryview(data), 0)
+            read_all(file, memoryview(got), 0)
+    assert bytes(got) == data
