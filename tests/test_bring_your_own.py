@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from composable.data.loader import DataConfig
@@ -40,7 +42,7 @@ TINY = dataclasses.replace(
 
 
 def eager(recipe: Recipe):
-    """The same model with attention written out."""
+    """The same model with attention written out, and the embedding in shards too."""
     config = LlamaConfig(**to_hugging_face(recipe.model), attn_implementation="eager")
     return foreign_architecture(
         lambda: LlamaForCausalLM(config),
@@ -48,7 +50,7 @@ def eager(recipe: Recipe):
         blocks="model.layers",
         first=["model.embed_tokens"],
         last=["model.norm", "lm_head"],
-        plan=PLAN,
+        plan=PLAN | {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())},
         width=recipe.model.dim,
         dtype=recipe.torch_dtype,
         std=recipe.model.init_std,
@@ -92,6 +94,12 @@ def test_every_layout_of_a_transformers_llama_has_the_numbers_of_one_process(nam
     result = compare(numbers, reference(recipe), 1e-9)
     assert not result.first, f"{result.first}; {result.errors}"
     assert result.errors.keys() >= {"loss", "norm", "norms gradient", "attention weight", "head weight"}
+
+
+def test_compiled_blocks_agree_up_to_the_float32_in_which_the_model_has_its_norms(ranks, reference):
+    recipe = recipe_of(Mesh(dp_shard=1, tp=2), {"parallel": Parallel(compile=True)})
+    result = compare(ranks(2, record, recipe, 2, 3)[0], reference(recipe), 1e-5)
+    assert not result.first, f"{result.first}; {result.errors}"
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -141,7 +149,7 @@ def test_buffers_have_their_values_after_materialising_in_the_dtype_they_were_ma
 def test_buffers_without_values_are_refused():
     with torch.device("meta"):
         model = nn.BatchNorm1d(2)
-    with pytest.raises(ValueError, match="no rule initialises the buffers .*running_mean"):
+    with pytest.raises(ValueError, match=r"no rule initialises the buffers .*running_mean"):
         materialise(model, torch.device("cpu"), lambda name: None, 1)
 
 
@@ -161,12 +169,12 @@ def test_names_that_the_model_lacks_or_leaves_over_are_refused():
 
 
 def test_tied_weights_are_refused():
-    with pytest.raises(ValueError, match="lm_head.weight and model.embed_tokens.weight are one tied weight"):
+    with pytest.raises(ValueError, match=r"lm_head.weight and model.embed_tokens.weight are one tied weight"):
         llama(dataclasses.replace(TINY, model=dataclasses.replace(MODEL, tied=True)))
 
 
 def test_a_shared_sequence_is_refused():
-    with pytest.raises(ValueError, match="mesh.cp"):
+    with pytest.raises(ValueError, match=r"mesh\.cp"):
         llama(TINY).build(Stage(True, range(4), True), dataclasses.replace(LOCAL, mask=lambda documents: None))
 
 
@@ -177,6 +185,7 @@ def test_the_model_of_a_recipe_is_no_option_and_stays_through_the_command_line()
     assert "foreign" not in json.loads(recipe.to_json())
 
 
+@pytest.mark.slow
 def test_verify_passes_on_the_recipe_and_a_run_saves_what_transformers_opens(tmp_path):
     output = run("tools/verify.py", 4, str(ROOT / "recipes/bring_your_own.py"), "--mesh.tp", "2", "--mesh.pp", "2",
                  "--report", str(tmp_path / "verify.json"))  # fmt: skip

@@ -27,6 +27,8 @@ from composable.recipe import Recipe, command_line, recipe_of
 from composable.verify import Comparison, compare, model_of, record, reference_of, shrink, suspects
 
 T = TypeVar("T")
+EXACT = ("--dtype", "float64", "--parallel.precision", "none", "--parallel.reduce", "float32")
+"""a layout is proved without the rounding that mixed precision would hide behind"""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def main() -> None:
     worlds = Worlds()
     say = print if worlds.rank == 0 else lambda *_: None
     try:
-        recipe = command_line(recipe_of(options.recipe), ["--dtype", "float64", *rest])
+        recipe = command_line(recipe_of(options.recipe), [*EXACT, *rest])
         mesh = recipe.mesh.resolve(worlds.size, replicate=recipe.parallel.data == "ddp")
         recipe = dataclasses.replace(recipe, mesh=mesh)
         recipe = recipe if options.full else shrink(recipe, mesh)

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 LARGE = 1 << 20  # bytes: smaller transfers take the ordinary way
 STEP = 8 << 20  # bytes of the aligned buffer, one per thread
 PAGE = max(4096, mmap.PAGESIZE)
@@ -70,7 +72,7 @@ def write_all(file: File, data: memoryview, offset: int) -> None:
     with mmap.mmap(-1, STEP) as aligned, memoryview(aligned) as buffer:
         for start in range(head, end, STEP):
             size = min(STEP, end - start)
-            buffer[:size] = data[start : start + size]
+            _copy(buffer[:size], data[start : start + size])
             try:
                 with buffer[:size] as part:
                     _write(file.direct, part, offset + start)
@@ -82,7 +84,10 @@ def write_all(file: File, data: memoryview, offset: int) -> None:
 
 
 def read_all(file: File, data: memoryview, offset: int, *, cached: bool = False) -> None:
-    """Fill `data` from `offset`; OSError where the file ends first. `cached`: other processes read the same bytes."""
+    """Fill `data` from `offset`; OSError where the file ends first. `cached`: other processes read the same bytes.
+
+    What the page cache has already (a file just downloaded, say) is taken from there.
+    """
     if cached or file.direct is None or len(data) < LARGE:
         return _read(file.handle, data, offset)
     position = 0
@@ -90,13 +95,30 @@ def read_all(file: File, data: memoryview, offset: int, *, cached: bool = False)
         while position < len(data):
             skip = (offset + position) % PAGE
             size = min(STEP - skip, len(data) - position)
+            if _in_cache(file.handle, offset + position) and _in_cache(file.handle, offset + position + size - 1):
+                _read(file.handle, data[position : position + size], offset + position)
+                position += size
+                continue
             with buffer[: -(-(skip + size) // PAGE) * PAGE] as part:
                 got = _try_read(file.direct, part, offset + position - skip)
             if got < skip + size:  # a stricter alignment than a page's, a short read, a file that ends too early
                 return _read(file.handle, data[position:], offset + position)
-            data[position : position + size] = buffer[skip : skip + size]
+            _copy(data[position : position + size], buffer[skip : skip + size])
             position += size
     return None
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Copy bytes without the interpreter's lock, which a memoryview's own assignment holds."""
+    np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+
+
+def _in_cache(handle: int, offset: int) -> bool:
+    """Whether the page cache has the byte at `offset`: a read that may not wait tells."""
+    try:
+        return os.preadv(handle, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except (OSError, AttributeError):  # not there, or a system without such reads
+        return False
 
 
 def _write(handle: int, data: memoryview, offset: int) -> None:

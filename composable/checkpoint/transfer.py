@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,7 +17,7 @@ from composable.checkpoint.shards import Box, Piece, byte_runs, chunk_boxes, row
 from composable.checkpoint.storage import File, read_all, write_all
 
 THREADS = 4
-COPIED = (64 << 20) // THREADS  # bytes of one thread's copy of what cannot be written or read in place
+COPIED = (32 << 20) // THREADS  # bytes of one thread's copy of what cannot be written or read in place
 SHORT_RUN = 16 << 10  # bytes: shorter runs are read together with what lies between them ...
 MAX_SPREAD = 16  # ... unless that multiplies the bytes read by more than this
 
@@ -64,10 +65,16 @@ def hash_memory(piece: Piece, box: Box) -> str:
 
 def _memory(piece: Piece, box: Box) -> Iterator[tuple[Box, memoryview]]:
     """The row-major bytes of a box, part by part: one part in place where memory has them so, else bounded copies."""
-    limit = box.numel * piece.local.element_size() if _in_place(piece, box) else COPIED
-    for part in chunk_boxes(box, piece.local.element_size(), limit):
+    if _in_place(piece, box):
+        yield box, _bytes(raw(piece.local)[box.slices(piece.box.offsets)])
+        return
+    itemsize = piece.local.element_size()
+    scratch = _scratch(COPIED)
+    for part in chunk_boxes(box, itemsize, COPIED):
         values = piece.local[part.slices(piece.box.offsets)].resolve_conj().resolve_neg()
-        yield part, _bytes(raw(values).contiguous().cpu())
+        copy = scratch[: part.numel * itemsize]
+        copy.view(_RAW[itemsize]).view(part.sizes).copy_(raw(values))
+        yield part, _bytes(copy)
 
 
 def _lazy(tensor: Tensor) -> bool:
@@ -78,6 +85,11 @@ def _lazy(tensor: Tensor) -> bool:
 def _in_place(piece: Piece, box: Box) -> bool:
     local = piece.local
     return local.device.type == "cpu" and not _lazy(local) and local[box.slices(piece.box.offsets)].is_contiguous()
+
+
+def _scratch(size: int) -> Tensor:
+    """Memory of its own for copies, given back to the system at its end: the allocator would keep much of it."""
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -118,15 +130,16 @@ def _read(file: File, place: Place, box: Box, shared: bool = False) -> Iterator[
     between = _reads_between(spec, box)
     spread = math.ceil(_spread(spec, box)) if between else 1
     strides = row_major_strides(spec.shape)
+    scratch = _scratch(COPIED // 2).view(_RAW[itemsize])
     for part in chunk_boxes(box, itemsize * spread, COPIED // 2):
         if between:
             span = 1 + sum((n - 1) * s for n, s in zip(part.sizes, strides, strict=True))
-            buffer = torch.empty(span, dtype=_RAW[itemsize])
+            buffer = scratch[:span]
             start = sum(o * s for o, s in zip(part.offsets, strides, strict=True)) * itemsize
             read_all(file, _bytes(buffer), place.offset + start, cached=True)  # the ranks beside this one do too
             yield part, buffer.as_strided(part.sizes, strides)
         else:
-            buffer = torch.empty(part.sizes, dtype=_RAW[itemsize])
+            buffer = scratch[: part.numel].view(part.sizes)
             data = _bytes(buffer)
             for at, begin, size in byte_runs(part, spec.shape, itemsize):
                 read_all(file, data[begin : begin + size], place.offset + at, cached=shared)

@@ -41,9 +41,9 @@ def check_replicas(named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup
     if names:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         raise RuntimeError(
-            f"{', '.join(names[:8])}{more}: these should be the same on all {dist.get_world_size(group)} ranks that hold "
-            "a copy, and are not. Gradients of such parameters must be summed over these ranks before the update; go "
-            "back to the last checkpoint, which holds one copy of each"
+            f"{', '.join(names[:8])}{more}: these should be the same on all {dist.get_world_size(group)} ranks that "
+            "hold a copy, and are not. Gradients of such parameters must be summed over these ranks before the update; "
+            "go back to the last checkpoint, which holds one copy of each"
         )
 
 

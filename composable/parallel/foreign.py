@@ -23,9 +23,9 @@ from composable.parallel.architecture import Architecture
 from composable.parallel.split import Costs, Stage
 
 Call = Callable[[Callable[..., object], Tensor, Tensor, Tensor | None], Tensor]
-"""(the model's own forward, x, positions [B or 1, S], documents [B, S] or None) -> logits [B, S, V]; x are tokens
-[B, S], or hidden states [B, S, D] where the modules before the blocks pass them on; where those after the blocks do, the
-result is hidden states"""
+"""(the model's own forward, x, positions [B or 1, S], documents [B, S] or None) -> logits [B, S, V]. In a stage that is
+not the first x are hidden states [B, S, D] instead of tokens [B, S], which what stands before the blocks passes on; in
+one that is not the last the result is hidden states"""
 
 
 def foreign_architecture(
@@ -44,6 +44,7 @@ def foreign_architecture(
 
     The tensor plan is one without sequence parallelism: hidden states between blocks are whole and equal on all tensor
     ranks, and so are the gradients of what the plan leaves out. The logits are to be whole too.
+    Compiled blocks cannot be recomputed too under such a plan: torch 2.13 fails in their forward pass.
 
     Args:
         build_model: makes the whole model, the same each time. Parameters cost nothing; buffers are computed.
@@ -95,7 +96,7 @@ def _forward(
     positions: Tensor | None = None,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Like `Decoder.forward`: logits, or the summed loss if there are labels, or hidden states before the last stage."""
+    """As `Decoder.forward`: logits, or the summed loss if there are labels, or a stage's hidden states."""
     if positions is None:
         positions = torch.arange(x.size(1), device=x.device)
     out = call(x, positions if positions.ndim == 2 else positions[None], documents)
@@ -135,8 +136,8 @@ def _check(model: nn.Module, blocks: str, first: Sequence[str], last: Sequence[s
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not name.startswith(parts):
             raise ValueError(
-                f"parameter {name} is in none of the parts {', '.join(parts)}, so no stage would know whether it has it; "
-                "name its module in `first` or `last`"
+                f"parameter {name} is in none of the parts {', '.join(parts)}, so no stage would know whether it has "
+                "it; name its module in `first` or `last`"
             )
         if parameter in owner:
             raise ValueError(

@@ -20,12 +20,16 @@ near_pages = st.builds(lambda page, off: min(SIZE, max(0, page * PAGE + off)), s
 
 
 @settings(deadline=None, max_examples=60)
-@given(near_pages, near_pages, st.sampled_from(["direct", "ordinary", "cached"]))
+@given(near_pages, near_pages, st.sampled_from(["direct", "warm", "ordinary", "cached"]))
 def test_bytes_written_at_any_offset_are_read_back_and_their_neighbours_kept(path, one, two, way):
     start, stop = sorted((one, two))
     before, data = os.urandom(SIZE), os.urandom(stop - start)
     path.write_bytes(before)
-    with mock.patch.multiple(storage, LARGE=PAGE, STEP=3 * PAGE), opened(path, os.O_RDWR) as file:
+    probe = (lambda *_: False) if way == "direct" else storage._in_cache
+    with (
+        mock.patch.multiple(storage, LARGE=PAGE, STEP=3 * PAGE, _in_cache=probe),
+        opened(path, os.O_RDWR) as file,
+    ):
         used = file if way != "ordinary" else File(file.handle, None)
         write_all(used, memoryview(data), start)
         got = bytearray(len(data))
@@ -52,8 +56,8 @@ def test_where_direct_transfers_want_more_than_page_alignment_the_ordinary_way_i
         real_write, real_read = os.pwrite, os.preadv
 
         def refuse(real):
-            def call(handle, data, offset):
-                if handle == file.direct:
+            def call(handle, data, offset, *flags):
+                if flags or handle == file.direct:
                     raise OSError(22, "Invalid argument")
                 return real(handle, data, offset)
 
