@@ -71,6 +71,15 @@ def _linear_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None,
 onednn_linear.register_autograd(_linear_backward, setup_context=_linear_context)
 
 
+def onednn_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [N, I] @ weight [O, I]^T by oneDNN's float32 matrix product, without gradients; CPU only.
+
+    What `onednn_linear` calls, for autograd functions that make many small products: no dispatch of an operator of our
+    own around each. Checked on torch 2.13.
+    """
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
 def foreach_norm(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
     """The 2-norm of each tensor, summed in `dtype` if given: few kernels for many tensors.
 
