@@ -59,7 +59,7 @@ def statistics(
     z = logits.to(wide).logsumexp(-1).square().mul(real).sum() if config.balance.z else real.new_zeros(())
     flat = torch.cat([counts.flatten(), sums.flatten(), real.sum(1), z[None]])
     if group is not None and dist.get_world_size(group) > 1:
-        flat = _Sum.apply(flat, group)
+        flat = _sum_ranks(flat, group)
     counts, sums, tokens, z = flat.split([b * e, b * e, b, 1])
     return Statistics(counts.detach().view(b, e), sums.view(b, e), tokens.detach(), z[0])
 
@@ -71,16 +71,14 @@ def losses(total: Statistics, config: MoEConfig, counts: Tensor | None = None) -
         counts: [E] choices of each expert among all tokens of the step, for `scope` global; the micro-batch's if None.
     """
     e, k = config.experts, config.top_k
-    tokens = total.tokens.sum().clamp(min=1)
+    tokens, lengths = total.tokens.sum().clamp(min=1), total.tokens.clamp(min=1)
     mean = total.probabilities.sum(0) / tokens  # [E]
     load = total.counts.sum(0) if counts is None else counts.to(mean)
     load = load / load.sum().clamp(min=1)
     wanted = {
         "switch": lambda: e * (load * mean).sum(),
         "kl": lambda: _kl(load, mean, total.counts.sum() if counts is None else counts.sum()),
-        "sequence": lambda: (
-            e / k * (total.counts * total.probabilities / total.tokens.clamp(min=1)[:, None]).sum() / tokens
-        ),
+        "sequence": lambda: (total.counts * total.probabilities / lengths[:, None]).sum() * (e / k) / tokens,
         "z": lambda: total.z / tokens,
     }
     return {name: wanted[name]() for name in config.balance.losses}
@@ -114,6 +112,7 @@ def inject(x: Tensor, aux: Tensor, scale: Tensor) -> Tensor:
     return _Inject.apply(x, aux, scale)
 
 
+@torch.compiler.disable
 def at_backward(x: Tensor, call: Callable[[], None]) -> Tensor:
     """x as it is; `call` runs in its backward pass: once, whether or not activations are recomputed.
 
@@ -133,10 +132,15 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
 
     Args:
         bias: [..., E].
-        counts: [..., E] choices of each expert in the whole step, before any drop.
+        counts: [..., E] int64 choices of each expert in the whole step, before any drop.
     """
-    counts = counts.to(torch.float64)  # whole numbers: the comparison with the mean is exact enough to be the same
-    bias.add_((counts.mean(-1, keepdim=True) - counts).sign().to(bias.dtype), alpha=rate)
+    below = counts.sum(-1, keepdim=True) - counts * counts.size(-1)  # the mean, times E: exact
+    bias.add_(below.sign().to(bias.dtype), alpha=rate)
+
+
+@torch.compiler.disable
+def _sum_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _Sum.apply(x, group)
 
 
 class _Sum(torch.autograd.Function):

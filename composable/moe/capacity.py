@@ -62,9 +62,22 @@ def limit(
     Raises:
         ValueError: a group of several ranks without `index`.
     """
-    rule = config.capacity
-    if not rule.factor:
+    if not config.capacity.factor:
         return routing
+    return _limit(routing, logits, config, index, mask, bias, group)
+
+
+@torch.compiler.disable
+def _limit(
+    routing: Routing,
+    logits: Tensor,
+    config: MoEConfig,
+    index: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    group: dist.ProcessGroup | None,
+) -> Routing:
+    rule = config.capacity
     ranks = 1 if group is None else dist.get_world_size(group)
     if index is None and ranks > 1:
         raise ValueError("capacity over several ranks needs the tokens' order in the micro-batch: give `index`")
@@ -72,9 +85,8 @@ def limit(
     if index is None:
         index = torch.arange(size, device=logits.device)
     real = torch.ones_like(index, dtype=torch.bool) if mask is None else mask
-    parts = Tokens(routing.ids, routing.weights.detach(), index, real)
     gather = partial(_gather, group=group)
-    tokens = Tokens(*(gather(getattr(parts, name)) for name in ("ids", "weights", "index", "real")))
+    tokens = Tokens(gather(routing.ids), gather(routing.weights.detach()), gather(index), gather(real))
     room = room_of(rule.factor, tokens.real.sum(), config)
     if rule.overflow == "next":
         scores = gather(probabilities(logits, config).detach())
@@ -107,9 +119,9 @@ def place_next(tokens: Tokens, scores: Tensor, order: Tensor, room: Tensor) -> T
         order: [T, E]: by which tokens ask; -inf: never.
         room: [] int64 tokens of each expert.
     """
-    ids, (count_, experts) = tokens.ids, scores.shape
+    ids, (size, experts) = tokens.ids, scores.shape
     k = ids.size(1)
-    held = torch.zeros(count_, experts, dtype=torch.bool, device=ids.device)
+    held = torch.zeros(size, experts, dtype=torch.bool, device=ids.device)
     open_ = tokens.real.to(torch.int64) * k  # [T] choices that are not placed
     left = room.expand(experts)  # [E]
     placed = torch.full_like(ids, -1)
@@ -125,12 +137,10 @@ def place_next(tokens: Tokens, scores: Tensor, order: Tensor, room: Tensor) -> T
         admitted = asks & (place < torch.cat([left, left.new_zeros(1)])[asked])
         # The n-th admission of a token takes the n-th of its free columns, which are the last ones.
         column = k - open_[:, None] + admitted.cumsum(1) - 1
-        shown = torch.cat([placed, placed.new_empty(count_, 1)], 1)
+        shown = torch.cat([placed, placed.new_empty(size, 1)], 1)
         placed = shown.scatter(1, column.masked_fill(~admitted, k), asked)[:, :k]
         won = asked.masked_fill(~admitted, experts)
-        held = (
-            held | torch.zeros(count_, experts + 1, dtype=torch.bool, device=ids.device).scatter(1, won, True)[:, :-1]
-        )
+        held = held | torch.zeros(size, experts + 1, dtype=torch.bool, device=ids.device).scatter(1, won, True)[:, :-1]
         open_ = open_ - admitted.sum(1)
         left = left - count(asked.masked_fill(~admitted, -1), experts)
     return placed

@@ -56,7 +56,7 @@ class Exploration:
     """added to the logits"""
     noise_scale: float = 1.0
     temperature: float = 1.0
-    """logits are divided by it at step 0, and by `temperature_end` from step `temperature_steps` on, linearly between"""
+    """logits are divided by it at step 0, by `temperature_end` from step `temperature_steps` on, linearly between"""
     temperature_end: float = 1.0
     """used outside of training too; other than 1 it is a rule that exported checkpoints do not carry"""
     temperature_steps: int = 0

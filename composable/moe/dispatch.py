@@ -120,7 +120,7 @@ def _to_experts(x: Tensor, record: Record) -> Tensor:
         return x
     out = x.new_empty(sum(exchange.received), x.size(1))
     dist.all_to_all_single(out, x.contiguous(), exchange.received, exchange.sent, group=exchange.group)
-    return out[exchange.by_expert]
+    return out.index_select(0, exchange.by_expert)
 
 
 def _to_tokens(x: Tensor, record: Record) -> Tensor:
@@ -129,16 +129,17 @@ def _to_tokens(x: Tensor, record: Record) -> Tensor:
     if exchange is None:
         return x
     out = x.new_empty(sum(exchange.sent), x.size(1))
-    dist.all_to_all_single(out, x[exchange.by_rank], exchange.sent, exchange.received, group=exchange.group)
+    dist.all_to_all_single(
+        out, x.index_select(0, exchange.by_rank), exchange.sent, exchange.received, group=exchange.group
+    )
     return out
 
 
 def _sum_choices(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     """[T, D] in the dtype of rows: the sum over a token's choices of its rows [N, D], times weights [T, K] if given."""
-    tokens, k = places.shape
     if len(rows) < places.numel():  # some were dropped: their place is a row of zeros
         rows = torch.cat([rows, rows.new_zeros(1, rows.size(1))])
-    if tokens == 0:
+    if len(places) == 0:
         return rows.new_zeros(0, rows.size(1))
     if rows.dtype in (torch.float32, torch.float64):
         # One pass over memory: no [T, K, D] in between.
@@ -153,7 +154,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, record: Record) -> Tensor:
         ctx.record = record
         k = record.places.size(1)
-        return _to_experts(x[record.choices // k], record)
+        return _to_experts(x.index_select(0, record.choices // k), record)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -174,9 +175,8 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weights = ctx.saved_tensors
         choices, places = ctx.record.choices, ctx.record.places
-        wide = g[choices // places.size(1)]  # [N, D], the gradient of each row's token
-        wide = wide.to(weights.dtype)
-        products = torch.linalg.vecdot(rows.to(weights.dtype), wide)  # [N]
+        wide = g.index_select(0, choices // places.size(1)).to(weights.dtype)  # [N, D], of each row's token
+        products = torch.bmm(rows.to(weights.dtype)[:, None], wide[..., None]).flatten()  # [N]
         for_weights = weights.new_zeros(weights.numel()).scatter(0, choices, products).view_as(weights)
-        scaled = (wide * weights.flatten()[choices][:, None]).to(rows.dtype)
+        scaled = wide.mul_(weights.flatten().index_select(0, choices)[:, None]).to(rows.dtype)
         return _to_experts(scaled, ctx.record), for_weights, None

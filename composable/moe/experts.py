@@ -1,8 +1,8 @@
 """The experts of a layer: SwiGLU networks (Shazeer 2020, arXiv:2002.05202) with stacked weights, multiplied in groups.
 
 On an accelerator by grouped matrix products. On a CPU by a loop over the experts within one autograd function: torch's
-grouped product in float32 goes to MKL there and reached half the speed of oneDNN's on an AMD EPYC core (63 against 33 ms
-forward and backward, 4,096 rows, 8 experts of 256 x 344), in bfloat16 it was level, and float64 it does not have.
+grouped product in float32 goes to MKL there and reached half the speed of oneDNN's on an AMD EPYC core (63 against 33
+ms forward and backward, 4,096 rows, 8 experts of 256 x 344); in bfloat16 it was level, and float64 it does not have.
 Between its products an expert's activations stay in the core's cache.
 """
 

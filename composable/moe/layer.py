@@ -155,13 +155,20 @@ class MoE(nn.Module):
             total = statistics(logits, ids, self.config, mask=info.mask, group=batch_group)
             values = losses(total, self.config, None if info.counts is None else info.counts[self.layer])
             out = inject(out, weighted(values, self.config), info.scale)
+        return self._report(out, chosen.ids, routing.ids, values, info)
+
+    @torch.compiler.disable
+    def _report(
+        self, out: Tensor, chosen: Tensor, executed: Tensor, values: dict[str, Tensor], info: TokenInfo
+    ) -> Tensor:
+        """Outside of compiled graphs, which would be made anew for every other `record`."""
         if info.record is None:
             return out
         mask, experts, give = None if info.mask is None else info.mask.flatten(), self.config.experts, info.record
         routed = Routed(
             self.layer,
-            count(chosen.ids, experts, mask),
-            count(routing.ids, experts, mask),
+            count(chosen, experts, mask),
+            count(executed, experts, mask),
             {name: value.detach() for name, value in values.items()},
         )
         return at_backward(out, lambda: give(routed))

@@ -56,7 +56,8 @@ def choose(scores: Tensor, config: MoEConfig, bias: Tensor | None = None) -> Ten
 def preference(scores: Tensor, config: MoEConfig, bias: Tensor | None = None) -> Tensor:
     """[T, E] by which a token orders the experts: scores with the bias, -inf outside its best groups."""
     scores = scores.detach()
-    if config.exploration.expert_dropout:  # a hidden expert has score 0: no bias may lift it above visible ones
+    if config.exploration.expert_dropout and config.score != "topk_softmax":
+        # A hidden expert has score 0 (its logit is -inf): no bias may lift it above visible ones.
         scores = scores.masked_fill(scores == 0, -torch.inf)
     if bias is not None:
         scores = scores + bias.to(scores)
