@@ -117,13 +117,7 @@ def test_a_run_resumes_on_any_number_of_ranks_and_kind_of_data_parallelism(ranks
     ):
         recipe = dataclasses.replace(moving, mesh=mesh, parallel=Parallel(data=kind))
         ranks(world, *((train, recipe) if stop == 15 else (until, recipe, stop)))
-    same(lines(tmp_path / "moving"), lines(tmp_path / "straight"), 1e-9)
-    for a, b in zip(validations(tmp_path / "moving"), validations(tmp_path / "straight"), strict=True):
-        assert a["validation_loss"] == pytest.approx(b["validation_loss"], rel=1e-9)
-    ours, theirs = (final_tensors(tmp_path / name) for name in ("moving", "straight"))
-    assert list(ours) == list(theirs)
-    for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-9, atol=1e-12)
+    same_runs(tmp_path / "moving", tmp_path / "straight")
 
 
 def test_a_run_moves_between_tensor_context_and_pipeline_layouts(ranks, text, tmp_path):
@@ -143,13 +137,17 @@ def test_a_run_moves_between_tensor_context_and_pipeline_layouts(ranks, text, tm
     ):
         recipe = dataclasses.replace(moving, **changes)
         ranks(world, *((train, recipe) if stop == 18 else (until, recipe, stop)))
-    same(lines(tmp_path / "moving"), lines(tmp_path / "straight"), 1e-9)
-    for a, b in zip(validations(tmp_path / "moving"), validations(tmp_path / "straight"), strict=True):
+    same_runs(tmp_path / "moving", tmp_path / "straight")
+
+
+def same_runs(ours: Path, theirs: Path) -> None:
+    same(lines(ours), lines(theirs), 1e-9)
+    for a, b in zip(validations(ours), validations(theirs), strict=True):
         assert a["validation_loss"] == pytest.approx(b["validation_loss"], rel=1e-9)
-    ours, theirs = (final_tensors(tmp_path / name) for name in ("moving", "straight"))
-    assert list(ours) == list(theirs)
-    for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-9, atol=1e-12)
+    left, right = final_tensors(ours), final_tensors(theirs)
+    assert list(left) == list(right)
+    for name in right:
+        torch.testing.assert_close(left[name], right[name], rtol=1e-9, atol=1e-12)
 
 
 def final_tensors(out: Path) -> dict[str, torch.Tensor]:

@@ -83,28 +83,25 @@ class AdamW(torch.optim.AdamW):
             ValueError: a gradient laid out unlike its parameter.
         """
         loss = _evaluate(closure)
-        initialise_state(self)
-        for group in self.param_groups:
-            parameters, gradients, fused = _ready(group)
-            if parameters:
-                state = [self.state[p] for p in parameters]
-                adamw(
-                    [local(p) for p in parameters],
-                    gradients,
-                    [local(s["exp_avg"]) for s in state],
-                    [local(s["exp_avg_sq"]) for s in state],
-                    [],
-                    [s["step"] for s in state],
-                    fused=fused,
-                    foreach=not fused,
-                    amsgrad=False,
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=False,
-                )
+        for group, parameters, gradients, fused in _ready(self):
+            state = [self.state[p] for p in parameters]
+            adamw(
+                [local(p) for p in parameters],
+                gradients,
+                [local(s["exp_avg"]) for s in state],
+                [local(s["exp_avg_sq"]) for s in state],
+                [],
+                [s["step"] for s in state],
+                fused=fused,
+                foreach=not fused,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
         return loss
 
 
@@ -119,24 +116,21 @@ class SGD(torch.optim.SGD):
             ValueError: a gradient laid out unlike its parameter.
         """
         loss = _evaluate(closure)
-        initialise_state(self)
-        for group in self.param_groups:
-            parameters, gradients, fused = _ready(group)
-            if parameters:
-                state = [self.state[p] for p in parameters] if group["momentum"] else []
-                sgd(
-                    [local(p) for p in parameters],
-                    gradients,
-                    [local(s["momentum_buffer"]) for s in state] or [None] * len(parameters),
-                    fused=fused,
-                    foreach=not fused,
-                    weight_decay=group["weight_decay"],
-                    momentum=group["momentum"],
-                    lr=group["lr"],
-                    dampening=0.0,
-                    nesterov=False,
-                    maximize=False,
-                )
+        for group, parameters, gradients, fused in _ready(self):
+            state = [self.state[p] for p in parameters] if group["momentum"] else []
+            sgd(
+                [local(p) for p in parameters],
+                gradients,
+                [local(s["momentum_buffer"]) for s in state] or [None] * len(parameters),
+                fused=fused,
+                foreach=not fused,
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+            )
         return loss
 
 
@@ -294,8 +288,13 @@ def _fused(parameter: Tensor) -> bool:
     return parameter.device.type in FUSED_DEVICES and parameter.is_floating_point()
 
 
-def _ready(group: dict[str, Any]) -> tuple[list[nn.Parameter], list[Tensor], bool]:
-    """Those of a group that step now, their local gradients, and whether the fused kernels take them."""
-    parameters = with_gradient(group["params"])
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    return parameters, gradients, all(_fused(p) for p in parameters)
+def _ready(
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[dict[str, Any], list[nn.Parameter], list[Tensor], bool]]:
+    """Each group with those of its parameters that step now, their local gradients, and whether fused kernels do it."""
+    initialise_state(optimizer)
+    for group in optimizer.param_groups:
+        parameters = with_gradient(group["params"])
+        if parameters:
+            gradients = [local(p.grad) for p in parameters if p.grad is not None]
+            yield group, parameters, gradients, all(_fused(p) for p in parameters)

@@ -5,7 +5,8 @@ of micro-batches and reduce them after every pass. Here they get one chunk a mic
 and reduce when the data parallelism says so.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,51 +73,72 @@ def pipelined(
         evaluate: micro-batch -> its summed loss [] float64 or 0, without gradients.
     """
     keep_gathered(parts, pipeline.schedule)
+    split = whole_blocks and pipeline.schedule in SPLIT_BACKWARD
+    stages = [
+        _Stage(part, index, num_stages, device, group, border, split)
+        for part, index in zip(parts, stage_indices, strict=True)
+    ]
     sums: list[Tensor] = []
 
     def loss_fn(loss: Tensor, divisor: Tensor) -> Tensor:  # [], [1]
         sums.append(loss.detach())
         return loss / divisor[0]
 
-    stages = [
-        _Stage(part, index, num_stages, device, group, border, whole_blocks and pipeline.schedule in SPLIT_BACKWARD)
-        for part, index in zip(parts, stage_indices, strict=True)
-    ]
     build: Any = get_schedule_class(pipeline.schedule)
-    single = issubclass(build, PipelineScheduleSingle)
-    schedule = build(stages[0] if single else stages, micro_batches, loss_fn=loss_fn, scale_grads=False)
+    mine = stages[0] if issubclass(build, PipelineScheduleSingle) else stages
+    schedule = build(mine, micro_batches, loss_fn=loss_fn, scale_grads=False)
     rank_of = owners(pipeline.schedule, dist.get_world_size(group), num_stages)
-    where = f"pipeline stage {' and '.join(map(str, stage_indices))} of {num_stages} on rank {dist.get_rank()}"
+    passes = _Passes(stages, schedule, sums, rank_of, border, micro_batches, device, data)
+    return passes.train, passes.evaluate
 
-    def train(batches: Sequence[MicroBatch], divisor: Tensor) -> Tensor:
-        _check(batches, micro_batches, border)
-        sums.clear()
-        divisors = divisor.to(device).expand(micro_batches)
-        for start in range(0, len(batches), micro_batches):
-            last = start + micro_batches == len(batches)
-            for stage in stages:
-                stage.reduces = last or data in ("zero2", "zero3")
-            tokens, others = _joined([batch.to(device) for batch in batches[start : start + micro_batches]])
-            inputs = (tokens,) if stage_indices[0] == 0 else ()
-            try:
-                schedule.step(*inputs, target=divisors, return_outputs=False, **others)
-            except Exception as error:
-                raise RuntimeError(f"{where}: {_cause(error)}") from error
-        losses = [loss.double() for loss in sums] or [torch.zeros((), dtype=torch.float64, device=device)] * len(
-            batches
-        )
-        return torch.stack(losses)
+
+@dataclass(frozen=True)
+class _Passes:
+    """Micro-batches through the stages of a rank."""
+
+    stages: Sequence["_Stage"]
+    schedule: Any
+    sums: list[Tensor]
+    """what the schedule's loss function saw in this step"""
+    rank_of: Sequence[int]
+    border: Border
+    micro_batches: int
+    device: torch.device
+    data: DataKind
+
+    def train(self, batches: Sequence[MicroBatch], divisor: Tensor) -> Tensor:
+        _check(batches, self.micro_batches, self.border)
+        self.sums.clear()
+        divisors = divisor.to(self.device).expand(self.micro_batches)
+        for start in range(0, len(batches), self.micro_batches):
+            last = start + self.micro_batches == len(batches)
+            for stage in self.stages:
+                stage.reduces = last or self.data in ("zero2", "zero3")
+            chosen = [batch.to(self.device) for batch in batches[start : start + self.micro_batches]]
+            tokens, others = _joined(chosen)
+            inputs = (tokens,) if self.stages[0].is_first else ()
+            with self._named():
+                self.schedule.step(*inputs, target=divisors, return_outputs=False, **others)
+        if not self.sums:
+            return torch.zeros(len(batches), dtype=torch.float64, device=self.device)
+        return torch.stack(self.sums).double()
 
     @torch.no_grad()
-    def evaluate(batch: MicroBatch) -> Tensor:
-        _check([batch], 1, border)
-        tokens, others = _joined([batch.to(device)])
-        try:
-            return _forward(stages, rank_of, border, tokens, others)
-        except Exception as error:
-            raise RuntimeError(f"{where}: {_cause(error)}") from error
+    def evaluate(self, batch: MicroBatch) -> Tensor:
+        _check([batch], 1, self.border)
+        tokens, others = _joined([batch.to(self.device)])
+        with self._named():
+            return _forward(self.stages, self.rank_of, self.border, tokens, others)
 
-    return train, evaluate
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """An error says in which stage it was."""
+        try:
+            yield
+        except Exception as error:
+            indices = " and ".join(str(stage.stage_index) for stage in self.stages)
+            where = f"pipeline stage {indices} of {len(self.rank_of)} on rank {dist.get_rank()}"
+            raise RuntimeError(f"{where}: {_cause(error)}") from error
 
 
 class _Stage(PipelineStage):
