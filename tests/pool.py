@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from composable._torch import forget_process_groups
 
+WORN = 100
+"""native threads beyond which a process is replaced: gloo leaves some behind with every process group"""
 PRELOAD = [
     "torch",
     "composable.train",
@@ -58,7 +60,7 @@ def _serve(connection: multiprocessing.connection.Connection, port: int) -> None
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
             forget_process_groups()
-        connection.send_bytes(pickle.dumps(answer))
+        connection.send_bytes(pickle.dumps((*answer, len(os.listdir("/proc/self/task")))))
 
 
 class Pool:
@@ -92,6 +94,7 @@ class Pool:
             waiting[connection] = rank
         results: list[Any] = [None] * world
         errors: dict[int, str] = {}
+        worn: list[int] = []
         deadline = time.monotonic() + timeout
         while waiting:
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -100,9 +103,11 @@ class Pool:
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
-                    fine, value = pickle.loads(connection.recv_bytes())
+                    fine, value, threads = pickle.loads(connection.recv_bytes())
                 except EOFError:
-                    fine, value = False, "the process died"
+                    fine, value, threads = False, "the process died", 0
+                if threads > WORN:
+                    worn.append(rank)
                 if fine:
                     results[rank] = value
                 else:
@@ -112,12 +117,17 @@ class Pool:
             late = "" if not waiting else f"\nranks {sorted(waiting.values())} never answered"
             self.close()
             raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())) + late)
+        for rank in sorted(worn, reverse=True):
+            self._stop(*self.workers.pop(rank))
         return results
+
+    @staticmethod
+    def _stop(process: Any, connection: multiprocessing.connection.Connection) -> None:
+        connection.close()
+        process.kill()
+        process.join()
 
     def close(self) -> None:
         for process, connection in self.workers:
-            connection.close()
-            process.kill()
-        for process, _ in self.workers:
-            process.join()
+            self._stop(process, connection)
         self.workers = []
