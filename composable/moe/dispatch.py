@@ -59,9 +59,8 @@ def dispatch(x: Tensor, routing: Routing, group: dist.ProcessGroup | None = None
     Raises:
         ValueError: the ranks do not divide the experts.
     """
-    size, experts = routing.ids.numel(), routing.counts.numel()
-    flat = routing.ids.flatten()
-    order = flat.masked_fill(flat < 0, experts).sort(stable=True).indices  # dropped ones last
+    size = routing.ids.numel()
+    order = expert_order(routing)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(size, device=order.device))
     places = places.view_as(routing.ids)
     if group is None or dist.get_world_size(group) == 1:
@@ -90,6 +89,12 @@ def combine(rows: Tensor, record: Record, weights: Tensor) -> Tensor:
         [T, D] in the dtype of `rows`; 0 for a token of which every choice was dropped.
     """
     return _Combine.apply(rows, weights, record)
+
+
+def expert_order(routing: Routing) -> Tensor:
+    """[T * K] int64: the choices (token * K + column) by expert, within one by token; dropped ones last."""
+    flat = routing.ids.flatten()
+    return flat.masked_fill(flat < 0, routing.counts.numel()).sort(stable=True).indices
 
 
 def _exchange(counts: Tensor, group: dist.ProcessGroup) -> tuple[list[int], Exchange]:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable._torch import onednn_product
+from composable.moe.dispatch import expert_order
+from composable.moe.router import Routing
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """(x [N, I], weight [O, I]) -> x @ weight^T [N, O]"""
@@ -54,16 +56,35 @@ class Experts(nn.Module):
             )
         return swiglu(rows, gate, up, down, counts)
 
+    def here(self, x: Tensor, routing: Routing) -> Tensor:
+        """x [T, D] -> [T, D]: dispatch, experts and combine in one, where all experts are on this CPU."""
+        return swiglu_in_place(
+            x, routing, *(_local(weight) for weight in (self.gate_proj, self.up_proj, self.down_proj))
+        )
+
 
 @torch.compiler.disable
 def swiglu(rows: Tensor, gate: Tensor, up: Tensor, down: Tensor, counts: list[int]) -> Tensor:
     """rows [R, D] through experts gate, up [E, F, D], down [E, D, F], counts[e] rows each -> [R, D]."""
     aligned = all(w.size(-1) * w.element_size() % 16 == 0 for w in (gate, down))
     if rows.device.type == "cpu" or rows.dtype == torch.float64 or not aligned or len(rows) == 0:
-        return _Loop.apply(rows, gate, up, down, counts)
+        return _Loop.apply(rows, gate, up, down, counts, None, None)
     ends = torch.tensor(counts, device=rows.device).cumsum(0).to(torch.int32)
     hidden = F.silu(F.grouped_mm(rows, gate.mT, offs=ends)) * F.grouped_mm(rows, up.mT, offs=ends)
     return F.grouped_mm(hidden, down.mT, offs=ends)
+
+
+@torch.compiler.disable
+def swiglu_in_place(x: Tensor, routing: Routing, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """x [T, D] through the experts of each token, added up with weights in float32 or wider -> [T, D]; on a CPU.
+
+    What `dispatch`, `swiglu` and `combine` give without a group, up to rounding, while the rows of one expert alone
+    exist at a time: on a CPU, new memory costs as much as the arithmetic on it.
+    """
+    counts = routing.counts.tolist()
+    choices = expert_order(routing)[: sum(counts)]
+    weights = routing.weights.flatten().index_select(0, choices)
+    return _Loop.apply(x, gate, up, down, counts, choices // routing.ids.size(1), weights)
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -75,33 +96,58 @@ def _product_of(x: Tensor) -> Product:
     return onednn_product if fast else F.linear
 
 
+def _take(x: Tensor, tokens: Tensor | None, part: slice) -> Tensor:
+    return x[part] if tokens is None else x.index_select(0, tokens[part])
+
+
 class _Loop(torch.autograd.Function):
+    """Expert by expert. Rows are those of x; or `tokens` [R] of it, whose results are added up with `weights` [R].
+
+    No expert has a token twice, and experts follow one another: the order of every sum is fixed.
+    """
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, gate: Tensor, up: Tensor, down: Tensor, counts: list[int]) -> Tensor:
-        product = _product_of(rows)
-        kept, out, first = [], torch.empty_like(rows), 0
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        counts: list[int],
+        tokens: Tensor | None,
+        weights: Tensor | None,
+    ) -> Tensor:
+        product = _product_of(x)
+        kept, first = [], 0
+        out = torch.empty_like(x) if weights is None else x.new_zeros(x.shape, dtype=weights.dtype)
         for expert, size in enumerate(counts):
             if size:
                 part = slice(first, first + size)
-                g, u = product(rows[part], gate[expert]), product(rows[part], up[expert])
-                out[part] = product(F.silu(g).mul_(u), down[expert])
+                rows = _take(x, tokens, part)
+                g, u = product(rows, gate[expert]), product(rows, up[expert])
+                y = product(F.silu(g).mul_(u), down[expert])
+                if tokens is None or weights is None:
+                    out[part] = y
+                else:
+                    out.index_add_(0, tokens[part], y.to(out.dtype).mul_(weights[part, None]))
                 kept += [g, u]
                 first += size
         ctx.counts = counts
-        ctx.save_for_backward(rows, gate, up, down, *kept)
-        return out
+        ctx.save_for_backward(x, gate, up, down, tokens, weights, *kept)
+        return out.to(x.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, gate, up, down, *kept = ctx.saved_tensors
+        x, gate, up, down, tokens, weights, *kept = ctx.saved_tensors
+        product, silu_backward = _product_of(x), torch.ops.aten.silu_backward
         needs = ctx.needs_input_grad
-        product, silu_backward = _product_of(rows), torch.ops.aten.silu_backward
-        for_rows = torch.empty_like(rows) if needs[0] else None
+        for_x = torch.zeros_like(x, dtype=None if weights is None else weights.dtype) if needs[0] else None
         for_gate, for_up, for_down = (
             torch.empty_like(weight) if need else None
             for weight, need in zip((gate, up, down), needs[1:4], strict=True)
         )
+        for_weights = None if weights is None else torch.empty_like(weights)
         first = 0
         for expert, size in enumerate(ctx.counts):
             if size == 0:
@@ -113,16 +159,23 @@ class _Loop(torch.autograd.Function):
             first += size
             g, u = kept[:2]
             kept = kept[2:]
-            x, by = rows[part], grad[part]
+            rows, by = _take(x, tokens, part), _take(grad, tokens, part)
             a = F.silu(g)
+            h, by_h = a * u, product(by, down[expert].t())
+            if weights is not None and for_weights is not None:
+                for_weights[part] = (h * by_h).sum(-1, dtype=weights.dtype)
+                h, by_h = h.mul_(weights[part, None]), by_h.mul_(weights[part, None])
             if for_down is not None:
-                for_down[expert] = product(by.t(), (a * u).t())
-            h = product(by, down[expert].t())
-            by_u, by_g = a.mul_(h), silu_backward(h.mul_(u), g)
+                for_down[expert] = product(by.t(), h.t())
+            by_u, by_g = a.mul_(by_h), silu_backward(by_h.mul_(u), g)
             if for_gate is not None:
-                for_gate[expert] = product(by_g.t(), x.t())
+                for_gate[expert] = product(by_g.t(), rows.t())
             if for_up is not None:
-                for_up[expert] = product(by_u.t(), x.t())
-            if for_rows is not None:
-                torch.add(product(by_g, gate[expert].t()), product(by_u, up[expert].t()), out=for_rows[part])
-        return for_rows, for_gate, for_up, for_down, None
+                for_up[expert] = product(by_u.t(), rows.t())
+            if for_x is not None:
+                total = product(by_g, gate[expert].t()).add_(product(by_u, up[expert].t()))
+                if tokens is None:
+                    for_x[part] = total
+                else:
+                    for_x.index_add_(0, tokens[part], total.to(for_x.dtype))
+        return None if for_x is None else for_x.to(x.dtype), for_gate, for_up, for_down, None, None, for_weights

@@ -125,8 +125,11 @@ class MoE(nn.Module):
         chosen = route(logits, self.config, bias)
         index, mask = (None if value is None else value.flatten() for value in (info.index, info.mask))
         routing = limit(chosen, logits, self.config, index=index, mask=mask, bias=bias, group=batch_group)
-        rows, counts, record = dispatch(flat, routing, group)
-        out = combine(self.experts(rows, counts), record, routing.weights).view_as(x)
+        if x.device.type == "cpu" and (group is None or dist.get_world_size(group) == 1):
+            out = self.experts.here(flat, routing).view_as(x)
+        else:
+            rows, counts, record = dispatch(flat, routing, group)
+            out = combine(self.experts(rows, counts), record, routing.weights).view_as(x)
         if self.shared_experts is not None:
             shared = self.shared_experts(x)
             out = out + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * shared)
