@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import runpy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,6 +141,8 @@ class Recipe:
                 raise ValueError(f"{name}={value}: a number of steps or checkpoints is 0 or more")
         if self.observe.every < 1:
             raise ValueError(f"observe.every={self.observe.every}: 1 logs every step")
+        if self.mesh.ep > 1 or self.mesh.etp > 1:
+            raise ValueError(f"mesh.ep={self.mesh.ep}: experts are not composed yet; write mesh.ep=1 and mesh.etp=1")
         mesh = self.mesh.resolve(world, replicate=self.parallel.data == "ddp")
         self.parallel.check(mesh, self.model.layers)
         check_tensor(self.model, mesh.tp, self.data.seq_len // mesh.cp)
@@ -187,4 +191,7 @@ def command_line(recipe: Recipe, args: list[str] | None = None) -> Recipe:
     Args:
         args: instead of `sys.argv[1:]`.
     """
+    words = sys.argv[1:] if args is None else args
+    if {"-h", "--help"} & set(words) and os.environ.get("RANK", "0") != "0":
+        raise SystemExit(0)  # once is enough
     return tyro.cli(Recipe, default=recipe, args=args, description=f"Train {recipe.name}; start it with torchrun.")

@@ -90,30 +90,47 @@ def save_checkpoint(
         "recipe": recipe.options(),
         "versions": {"composable": composable.__version__, "torch": torch.__version__},
     }
+    config = to_hugging_face(recipe.model, recipe.dtype) | borders(corpus.train)
     files: dict[str, str | bytes] = {
-        "config.json": json.dumps(to_hugging_face(recipe.model, recipe.dtype), indent=2) + "\n",
+        "config.json": json.dumps(config, indent=2) + "\n",
         STATE: json.dumps(facts, indent=2) + "\n",
     }
-    save(folder, model.named, optimizer_tensors(None, optimizer), {**files, **tokenizer_files(corpus.train.tokenizer)})
+    save(folder, model.named, optimizer_tensors(None, optimizer), {**files, **tokenizer_files(corpus.train)})
     together(None, lambda: prune(root, recipe.checkpoint.keep) if dist.get_rank() == 0 else None)
     return folder
 
 
-def tokenizer_files(tokenizer: str) -> dict[str, bytes]:
+def borders(tokens: Tokens) -> dict[str, int]:
+    """The ids that begin and end a text, as config.json names them."""
+    pairs = {"bos_token_id": tokens.bos, "eos_token_id": tokens.eos}
+    return {name: token for name, token in pairs.items() if token is not None}
+
+
+def tokenizer_path(tokens: Tokens) -> str:
+    """The tokenizer that made the data: as the token file names it or, if that is gone, one beside the token file."""
+    beside = Path(tokens.path).parent / "tokenizer.json" if tokens.path else Path()
+    gone = tokens.tokenizer not in ("", "byte") and not Path(tokens.tokenizer).exists()
+    return str(beside) if gone and beside.is_file() else tokens.tokenizer
+
+
+def tokenizer_files(tokens: Tokens) -> dict[str, bytes]:
     """The files of the tokenizer that made the data, if it is one of files and they are still there."""
+    tokenizer = tokenizer_path(tokens)
     path = Path(tokenizer)
     folder = path if path.is_dir() else path.parent
-    if not (folder / "tokenizer.json").is_file() or tokenizer in ("", "byte"):
+    if tokenizer in ("", "byte") or not (folder / "tokenizer.json").is_file():
         return {}
     names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
     return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
 
 
-def resume(recipe: Recipe, model: Composed, optimizer: torch.optim.Optimizer, corpus: Corpus) -> TrainState:
+def resume(
+    recipe: Recipe, model: Composed, optimizer: torch.optim.Optimizer, corpus: Corpus
+) -> tuple[TrainState, list[str]]:
     """Fill model and optimizer from the newest complete checkpoint of the run folder; collective over all ranks.
 
     Returns:
-        the counters of the checkpoint; those of a new run if there is none.
+        the counters of the checkpoint, those of a new run if there is none; and what the recipe changes in a run.
 
     Raises:
         ValueError: the checkpoint belongs to another model or another data order, or `checkpoint.resume` forbids it.
@@ -125,9 +142,13 @@ def resume(recipe: Recipe, model: Composed, optimizer: torch.optim.Optimizer, co
         if how == "must":
             raise ValueError(f"checkpoint.resume=must, and {root} holds no complete checkpoint; check --out")
         if recipe.init_from:
+            if not Path(recipe.init_from).is_dir():
+                raise ValueError(
+                    f"init_from={recipe.init_from} is not a folder; give a checkpoint or Hugging Face folder"
+                )
             load(Path(recipe.init_from), model.named, verify=recipe.checkpoint.verify)
             copy_tied_weight(model.parts)
-        return TrainState()
+        return TrainState(), []
     if how == "never":
         raise ValueError(f"checkpoint.resume=never, and {found} is a complete checkpoint; choose another --out")
     folder = Path(found)
@@ -135,7 +156,23 @@ def resume(recipe: Recipe, model: Composed, optimizer: torch.optim.Optimizer, co
     check_same_run(folder, facts, recipe, corpus)
     load(folder, model.named, optimizer_tensors(None, optimizer), verify=recipe.checkpoint.verify)
     copy_tied_weight(model.parts)
-    return TrainState(**{field.name: facts[field.name] for field in dataclasses.fields(TrainState)})
+    state = TrainState(**{field.name: facts[field.name] for field in dataclasses.fields(TrainState)})
+    return state, changes_of_course(facts["recipe"], recipe.options())
+
+
+def changes_of_course(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Fields that change what a resumed run computes from here on: each as it was and is."""
+    free = ("mesh", "parallel", "pipeline", "checkpoint", "observe", "validation", "out", "init_from", "model", "name")
+    found = []
+    for key, value in now.items():
+        before = was.get(key, value)
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            found += changes_of_course(before, value, f"{prefix}{key}.") if prefix or key not in free else []
+        elif (prefix or key not in free) and prefix + key not in ("data.workers", "data.prefetch", "data.path"):
+            before, value = (tuple(x) if isinstance(x, list) else x for x in (before, value))
+            if before != value:
+                found.append(f"{prefix}{key} was {before} and is {value}: the run goes on otherwise from here")
+    return found
 
 
 def check_same_run(folder: Path, facts: Mapping[str, Any], recipe: Recipe, corpus: Corpus) -> None:

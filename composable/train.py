@@ -34,8 +34,8 @@ from composable.parallel.data import reshard
 from composable.parallel.split import describe
 from composable.plan.devices import peak_flops
 from composable.recipe import Recipe, command_line
-from composable.state import Corpus, TrainState, last_step, resume, save_checkpoint
-from composable.step import StepResult, evaluate, train_step
+from composable.state import Corpus, TrainState, last_step, resume, save_checkpoint, tokenizer_path
+from composable.step import NonFinite, StepResult, evaluate, train_step
 
 
 @record
@@ -46,6 +46,9 @@ def main(recipe: Recipe) -> None:
     except (ValueError, OSError) as error:
         print(f"[rank {os.environ.get('RANK', '0')}] error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from error
+    except NonFinite as error:
+        print(f"[rank {os.environ.get('RANK', '0')}] {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from error
 
 
 @dataclass(frozen=True)
@@ -80,16 +83,19 @@ def train(recipe: Recipe) -> TrainState:
         corpus = together(None, lambda: Corpus.open(recipe.data, recipe.model.vocab_size))[rank]
         model = build_model(recipe, device)
         optimizer = build_optimizer(model.parts, recipe.optimizer, only=model.named)
-        start = resume(recipe, model, optimizer, corpus)
+        start, changes = resume(recipe, model, optimizer, corpus)
         recipe = dataclasses.replace(recipe, steps=last_step(recipe, corpus, start))
-        metrics = MetricsWriter(recipe.folder, rank=rank, resume_step=start.step)
-        stack.callback(metrics.close)
         progress = Progress(recipe.steps, start.step, enabled=rank == 0, note=recipe.name)
         stack.callback(progress.close)
-        run = Run(recipe, device, corpus, model, optimizer, metrics, progress)
-        announce(run, start, remarks)
+        if rank == 0:
+            announce(recipe, corpus, start, device, progress, [*remarks, *changes])
         if start.step >= recipe.steps:
             return start
+        metrics = MetricsWriter(recipe.folder, rank=rank, resume_step=start.step)
+        stack.callback(metrics.close)
+        metrics.text("recipe", f"```json\n{recipe.to_json()}```")
+        metrics.hparams(recipe.options(), ["train/loss", "validation/loss"])
+        run = Run(recipe, device, corpus, model, optimizer, metrics, progress)
         state = loop(run, start, stop)
         finish(run, state)
         return state
@@ -204,7 +210,10 @@ def claim_folder(stack: contextlib.ExitStack, folder: Path) -> None:
 
     def claim() -> None:
         if dist.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"--out {folder} cannot be made: {error.strerror}") from error
             stack.enter_context(locked(folder))
 
     together(None, claim)
@@ -234,20 +243,17 @@ def stop_signals() -> Iterator[StopWish]:
             signal.signal(number, handler)
 
 
-def announce(run: Run, start: TrainState, remarks: list[str]) -> None:
+def announce(
+    recipe: Recipe, corpus: Corpus, start: TrainState, device: torch.device, progress: Progress, remarks: list[str]
+) -> None:
     """Say what is trained, on what, where; keep the recipe beside the run."""
-    if dist.get_rank() != 0:
-        return
-    recipe, corpus, model, data = run.recipe, run.corpus, run.recipe.model, run.recipe.data
-    count, steps = count_parameters(model), recipe.steps
-    if recipe.mesh.pp > 1:
-        stages, ranks = split(recipe.architecture, recipe.mesh, recipe.pipeline, data.seq_len)
-        remarks = [*remarks, describe(stages, recipe.architecture.costs(data.seq_len), ranks)]
+    model, data, steps = recipe.model, recipe.data, recipe.steps
+    count = count_parameters(model)
     lines = [
         f"composable {composable.__version__}: {recipe.name}",
         f"  model   {count.total:,} parameters ({count.without_embedding:,} without embedding), {model.layers} layers "
         f"of width {model.dim}, {flops_per_token(model, data.seq_len):,} FLOPs per token",
-        f"  mesh    {recipe.mesh} on {dist.get_world_size()} x {run.device.type}, {recipe.dtype}, "
+        f"  mesh    {recipe.mesh} on {dist.get_world_size()} x {device.type}, {recipe.dtype}, "
         f"{recipe.parallel.data}, accumulation {accumulation(data, recipe.mesh.data_ranks)}",
         f"  data    {data.path}: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out",
         f"  batch   {data.global_batch} rows of {data.seq_len} tokens, learning rate {recipe.peak_lr:g} at its peak",
@@ -260,13 +266,16 @@ def announce(run: Run, start: TrainState, remarks: list[str]) -> None:
     if start.step >= steps:
         hint = "raise --steps to go on, or choose another --out"
         lines.append(f"  run     {recipe.folder} is complete at step {start.step}: {hint}")
+        remarks = []
     else:
         resumed = f", resumed after step {start.step}" if start.step else ""
         lines.append(f"  run     {recipe.folder}: steps {start.step + 1} to {steps}{resumed}")
         (recipe.folder / "recipe.json").write_text(recipe.to_json())
-        run.metrics.text("recipe", f"```json\n{recipe.to_json()}```")
-        run.metrics.hparams(recipe.options(), ["train/loss", "validation/loss"])
-    run.progress.say("\n".join(lines + [f"  note    {remark}" for remark in remarks]))
+    if recipe.mesh.pp > 1:
+        stages, ranks = split(recipe.architecture, recipe.mesh, recipe.pipeline, data.seq_len)
+        table = describe(stages, recipe.architecture.costs(data.seq_len), ranks)
+        lines.append("  stages  " + table.replace("\n", "\n          "))
+    progress.say("\n".join(lines + [f"  note    {remark}" for remark in remarks]))
 
 
 def finish(run: Run, state: TrainState) -> None:
@@ -276,13 +285,22 @@ def finish(run: Run, state: TrainState) -> None:
         run.progress.say(f"stopped by a signal after step {state.step}; the same command goes on from there")
         return
     run.progress.say(f"done: {recipe.folder} (tensorboard --logdir {recipe.folder})")
-    if len(held_out) < 64 or recipe.mesh.pp * recipe.mesh.cp > 1:
-        return  # a part of a model, or of a sequence, writes no text
+    if recipe.mesh.pp * recipe.mesh.cp > 1:
+        run.progress.say(
+            "(no sample text: a part of a model or of a sequence writes none; use mesh.pp=1 and mesh.cp=1)"
+        )
+        return
+    if len(held_out) < 64:
+        run.progress.say(
+            f"(no sample text: it starts from 64 held-out tokens, and data.holdout leaves {len(held_out)})"
+        )
+        return
     prompt = torch.tensor(held_out.tokens[:64].astype("int64"), device=run.device)
     tokens = generate(run.model.parts[0], prompt, 240, temperature=0.8, context=recipe.data.seq_len, seed=recipe.seed)
     reshard(run.model.parts[0])
     try:
-        text = load_tokenizer(held_out.tokenizer).decode(tokens.tolist())
+        text = load_tokenizer(tokenizer_path(held_out)).decode(tokens.tolist())
     except (OSError, ValueError) as error:
-        text = f"{tokens.tolist()}\n(token ids: {error})"
+        run.progress.say(f"(no sample text: {error})")
+        return
     run.progress.say(f"what the model writes after 64 held-out tokens:\n{'-' * 72}\n{text}\n{'-' * 72}")

@@ -187,8 +187,8 @@ def test_the_model_of_a_recipe_is_no_option_and_stays_through_the_command_line()
 
 @pytest.mark.slow
 def test_verify_passes_on_the_recipe_and_a_run_saves_what_transformers_opens(tmp_path):
-    output = run("tools/verify.py", 4, str(ROOT / "recipes/bring_your_own.py"), "--mesh.tp", "2", "--mesh.pp", "2",
-                 "--report", str(tmp_path / "verify.json"))  # fmt: skip
+    layout = ("--mesh.tp", "2", "--mesh.pp", "2", "--report", str(tmp_path / "verify.json"))
+    output = run("tools/verify.py", 4, str(ROOT / "recipes/bring_your_own.py"), *layout)
     assert "agrees: worst error" in output
     out = tmp_path / "run"
     sizes = [*SMALL, "--model.kv-heads", "2", "--data.global-batch", "16"]

@@ -26,6 +26,7 @@ from composable.optim.optimizers import OptimizerConfig
 from composable.optim.schedules import ScheduleConfig
 from composable.parallel.config import Parallel, Pipeline
 from composable.recipe import CheckpointConfig, ObserveConfig, Recipe, ValidationConfig, command_line
+from composable.state import changes_of_course
 from composable.step import NonFinite
 from composable.train import train
 from tests.pool import RankError
@@ -314,7 +315,8 @@ def test_a_checkpoint_of_another_run_is_refused_on_every_rank(changes, words, ra
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mesh": Mesh(ep=2)}, "mesh.ep=2"),
+        ({"mesh": Mesh(ep=2)}, "mesh.ep=2: experts are not composed yet"),
+        ({"init_from": "nowhere"}, "init_from=nowhere is not a folder"),
         ({"mesh": Mesh(dp_shard=3)}, "has 3 ranks, and there are 2"),
         ({"parallel": Parallel(unit=9)}, "parallel.unit=9.*2 blocks"),
         ({"parallel": Parallel(recompute="every:5")}, "every:5.*every:2 or less"),
@@ -337,6 +339,32 @@ def test_bad_input_is_refused_on_every_rank(changes, words, ranks, text, tmp_pat
         )
     assert "rank 0: " in str(caught.value)
     assert "rank 1: " in str(caught.value)
+
+
+def test_what_a_resumed_run_changes_is_said_and_what_is_layout_is_not():
+    base = Recipe("tiny", MODEL)
+    now = dataclasses.replace(
+        base, steps=47, mesh=Mesh(tp=2), out="elsewhere", optimizer=OptimizerConfig(lr=1e-4), parallel=Parallel("zero1")
+    )
+    assert changes_of_course(json.loads(base.to_json()), now.options()) == [
+        "steps was 1000 and is 47: the run goes on otherwise from here",
+        "optimizer.lr was 0.001 and is 0.0001: the run goes on otherwise from here",
+    ]
+    assert changes_of_course(json.loads(base.to_json()), base.options()) == []
+
+
+def test_the_tokenizer_goes_along_with_the_checkpoint_wherever_the_data_was_moved_to(ranks, tmp_path):
+    from tokenizers import Tokenizer, models
+
+    words = {"<s>": 0, "</s>": 1} | {f"w{i}": i for i in range(2, 40)}
+    Tokenizer(models.WordLevel(words, unk_token="<s>")).save(str(tmp_path / "tokenizer.json"))
+    with TokenWriter(tmp_path / "text.safetensors", 40, bos=0, eos=1, tokenizer="gone/tokenizer.json") as writer:
+        writer.add(np.arange(480) % 40)
+    ranks(1, train, recipe_of(str(tmp_path / "text.safetensors"), tmp_path / "run", 2))
+    folder = latest(tmp_path / "run" / "checkpoints")
+    assert (folder / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (0, 1)
 
 
 def test_two_jobs_never_share_a_run_folder(ranks, text, tmp_path):

@@ -24,7 +24,7 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from composable.data.documents import Document, read_documents, source_files
+from composable.data.documents import Document, other_files, read_documents, source_files
 from composable.data.text import load_tokenizer
 from composable.data.tokens import TokenWriter
 
@@ -82,6 +82,8 @@ class Report:
     undecodable: int = 0
     skipped: int = 0
     reasons: list[str] = field(default_factory=list)
+    others: int = 0
+    """files in folders that are of another kind"""
 
     def add(self, batch: Encoded) -> None:
         self.documents += len(batch.lengths)
@@ -102,6 +104,8 @@ class Report:
         if self.skipped > len(self.reasons):
             yield f"    and {self.skipped - len(self.reasons):,} more"
         yield f"undecodable bytes  {self.undecodable:,}"
+        if self.others:
+            yield f"files not read     {self.others:,} of other kinds in folders; --suffix .py reads those that end so"
 
 
 _load = functools.cache(load_tokenizer)  # once in each process
@@ -203,7 +207,7 @@ def prepare(args: Args) -> Report:
     workers = args.workers or _cpus()
     if total < BATCH_BYTES:
         workers = 1  # a single batch: starting processes would take longer than encoding it
-    report = Report()
+    report = Report(others=sum(other_files(source, args.suffix) for source in args.sources))
     out.parent.mkdir(parents=True, exist_ok=True)
     writer = TokenWriter(
         out, coder.vocab_size, eos=coder.eos, bos=coder.bos, tokenizer=coder.name, source=" ".join(args.sources)
@@ -230,7 +234,12 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError, BrokenProcessPool) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    coder = _load(args.tokenizer)
     print(f"{args.out}\n" + "\n".join(f"  {line}" for line in report.lines()))
+    print(f"  vocabulary         {coder.vocab_size:,} (begin {coder.bos}, end {coder.eos})")
+    print(f"train on it with --data.path {args.out} --model.vocab-size {coder.vocab_size} or more")
+    if report.skipped > report.documents:
+        print("warning: more records were skipped than read; is --field right?", file=sys.stderr)
     return 0
 
 

@@ -57,6 +57,13 @@ def source_files(path: str | os.PathLike[str], suffixes: Sequence[str] = ()) -> 
     return sorted(found, key=lambda file: file.relative_to(path).as_posix())
 
 
+def other_files(path: str | os.PathLike[str], suffixes: Sequence[str] = ()) -> int:
+    """How many files below a folder `source_files` leaves out; 0 for a file."""
+    if not Path(path).is_dir():
+        return 0
+    return sum(len(files) for _, _, files in os.walk(path)) - len(source_files(path, suffixes))
+
+
 def read_documents(
     path: str | os.PathLike[str], suffixes: Sequence[str] = (), field: str = "text", strict: bool = False
 ) -> Iterator[Document]:

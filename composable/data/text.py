@@ -158,8 +158,6 @@ def _file_tokenizer(path: Path) -> Tokenizer:
     def decode(tokens: Sequence[int]) -> str:
         return inner.decode([int(token) for token in tokens], skip_special_tokens=True)
 
-    size = 1 + max(
-        inner.get_vocab(with_added_tokens=True).values()
-    )  # ids may have gaps: the number of tokens is not enough
-    name = path.parent.name if path.name == "tokenizer.json" and path.parent.name else path.name
-    return Tokenizer(name, size, bos and bos[1], eos and eos[1], encode, decode)
+    # Ids may have gaps: the number of tokens is not enough.
+    size = 1 + max(inner.get_vocab(with_added_tokens=True).values())
+    return Tokenizer(str(path.resolve()), size, bos and bos[1], eos and eos[1], encode, decode)

@@ -38,9 +38,11 @@ class DecoderConfig:
     """Shape of a decoder-only transformer with grouped-query attention and SwiGLU."""
 
     vocab_size: int = 256
+    """rows of the embedding and of the head; at least the tokenizer's"""
     dim: int = 256
     """width of the residual stream"""
     layers: int = 4
+    """blocks"""
     heads: int = 8
     """query heads"""
     kv_heads: int = 4
@@ -56,8 +58,11 @@ class DecoderConfig:
     qk_norm: bool = False
     """RMSNorm over each query and key head"""
     qkv_bias: bool = False
+    """biases on the query, key and value projections"""
     output_bias: bool = False
+    """a bias on the attention's output projection"""
     mlp_bias: bool = False
+    """biases on SwiGLU's projections"""
     norm_eps: float = 1e-5
     init_std: float = 0.02
     """standard deviation of initial weights; projections back into the residual stream get init_std / sqrt(2 layers)"""

@@ -61,8 +61,6 @@ class Parallel:
         Raises:
             ValueError: naming the rule and the nearest right value.
         """
-        if mesh.ep > 1:
-            raise ValueError(f"mesh.ep={mesh.ep}: experts are not composed yet; write mesh.ep=1")
         if self.unit > blocks:
             raise ValueError(f"parallel.unit={self.unit}: the model has {blocks} blocks; write 0 for the whole model")
         every = recompute_every(self.recompute)

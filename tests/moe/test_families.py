@@ -2,13 +2,12 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from composable.moe.config import MoEConfig, deepseek_v3, mixtral, olmoe, qwen3_moe
 from composable.moe.layer import MoE
 from composable.moe.router import route
-
-transformers = pytest.importorskip("transformers")
 
 D, F, E, K = 16, 24, 8, 2
 SMALL = dict(
