@@ -147,7 +147,7 @@ def _take_what_is_left(mesh: Mesh, world: int) -> Mesh:
     if len(free) == 2:
         raise ValueError(
             "mesh.dp_replicate=-1 and mesh.dp_shard=-1: only one degree can take what is left of the world; "
-            "write mesh.dp_replicate=1"
+            "write mesh.dp_shard=1 or mesh.dp_replicate=1"
         )
     names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     fixed = math.prod(getattr(mesh, name) for name in names if name not in free)

@@ -133,12 +133,21 @@ class Recipe:
         Raises:
             ValueError: what does not go together, with the rule and the nearest right value.
         """
-        for name in ("steps", "checkpoint.every", "checkpoint.keep", "validation.every", "validation.steps"):
+        for name in (
+            *("steps", "checkpoint.every", "checkpoint.keep", "validation.every", "validation.steps"),
+            *("observe.profile", "observe.profile_steps", "observe.memory_snapshot"),
+        ):
             value: Any = self
             for part in name.split("."):
                 value = getattr(value, part)
             if value < 0:
                 raise ValueError(f"{name}={value}: a number of steps or checkpoints is 0 or more")
+        if self.optimizer.lr < 0:
+            raise ValueError(f"optimizer.lr={self.optimizer.lr}: a learning rate is not negative")
+        if self.validation.every and not self.data.holdout:
+            raise ValueError("validation.every needs data.holdout above 0; write validation.every=0 to do without")
+        if self.foreign is not None:
+            self._check_foreign()
         if self.observe.every < 1:
             raise ValueError(f"observe.every={self.observe.every}: 1 logs every step")
         if self.mesh.ep > 1 or self.mesh.etp > 1:
@@ -161,6 +170,16 @@ class Recipe:
         if self.data.seq_len > self.model.max_length:
             warnings.append(f"data.seq_len={self.data.seq_len} is longer than model.max_length={self.model.max_length}")
         return dataclasses.replace(self, mesh=mesh), warnings
+
+    def _check_foreign(self) -> None:
+        """Refuse options that only our own decoder knows."""
+        if self.parallel.loss_chunk:
+            raise ValueError("parallel.loss_chunk is our own decoder's; write 0 for a model of another library")
+        if self.model.kv_heads % max(self.mesh.tp, 1):
+            raise ValueError(
+                f"model.kv_heads={self.model.kv_heads} with mesh.tp={self.mesh.tp}: torch's tensor styles share no "
+                "head, so tp must divide the heads of keys and values of a foreign model"
+            )
 
     def options(self) -> dict[str, Any]:
         """All fields that are options, as nested dictionaries."""

@@ -18,7 +18,8 @@ from composable.checkpoint.together import together
 from composable.data.loader import DataConfig
 from composable.data.packing import sample_count
 from composable.data.tokens import Tokens, load_tokens
-from composable.models.families import to_hugging_face
+from composable.models.config import DecoderConfig
+from composable.models.families import from_hugging_face, to_hugging_face
 from composable.optim.optimizers import optimizer_tensors
 from composable.parallel.compose import Composed
 from composable.parallel.tied import copy_tied_weight
@@ -62,7 +63,26 @@ class Corpus:
 
     @staticmethod
     def open(config: DataConfig, vocab_size: int) -> "Corpus":
-        """Load and check; raises ValueError where the data cannot be trained on by a model of `vocab_size`."""
+        """Load and check, on every rank its own; collective.
+
+        Raises:
+            ValueError: data that a model of `vocab_size` cannot be trained on, or that differs between ranks.
+        """
+        found: list[Corpus] = []
+
+        def read() -> str:
+            found.append(Corpus._read(config, vocab_size))
+            return found[0].fingerprint
+
+        prints = together(None, read)
+        if other := [rank for rank, text in enumerate(prints) if text != prints[0]]:
+            raise ValueError(
+                f"data.path={config.path} is other data on rank {other[0]} than on rank 0; copy it to all nodes"
+            )
+        return found[0]
+
+    @staticmethod
+    def _read(config: DataConfig, vocab_size: int) -> "Corpus":
         tokens = load_tokens(config.path)
         if tokens.vocab_size > vocab_size:
             raise ValueError(
@@ -118,7 +138,7 @@ def tokenizer_files(tokens: Tokens) -> dict[str, bytes]:
     tokenizer = tokenizer_path(tokens)
     path = Path(tokenizer)
     folder = path if path.is_dir() else path.parent
-    if tokenizer in ("", "byte") or not (folder / "tokenizer.json").is_file():
+    if tokenizer in ("", "byte") or not path.exists() or not (folder / "tokenizer.json").is_file():
         return {}
     names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
     return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
@@ -146,8 +166,10 @@ def resume(
                 raise ValueError(
                     f"init_from={recipe.init_from} is not a folder; give a checkpoint or Hugging Face folder"
                 )
-            load(Path(recipe.init_from), model.named, verify=recipe.checkpoint.verify)
+            check_same_model(Path(recipe.init_from), recipe.model)
+            load(Path(recipe.init_from), model.named, allow_cast=True, verify=recipe.checkpoint.verify)
             copy_tied_weight(model.parts)
+            return TrainState(), [f"weights of {recipe.init_from}, cast to {recipe.dtype} where they differ"]
         return TrainState(), []
     if how == "never":
         raise ValueError(f"checkpoint.resume=never, and {found} is a complete checkpoint; choose another --out")
@@ -175,6 +197,25 @@ def changes_of_course(was: Mapping[str, Any], now: Mapping[str, Any], prefix: st
     return found
 
 
+def check_same_model(folder: Path, model: DecoderConfig) -> None:
+    """Refuse weights of a model that computes otherwise, by the config.json beside them; nothing if there is none.
+
+    Raises:
+        ValueError: the fields that differ, what they are there and what they are here.
+    """
+    if not (folder / "config.json").is_file():
+        return
+    theirs = dataclasses.asdict(from_hugging_face(json.loads((folder / "config.json").read_text())))
+    ours = dataclasses.asdict(model)
+    different = [
+        f"model.{name} is {theirs[name]} there and {value} here"
+        for name, value in ours.items()
+        if name not in ("init_std", "max_length") and theirs[name] != value
+    ]
+    if different:
+        raise ValueError(f"init_from={folder} is another model: {'; '.join(different)}")
+
+
 def check_same_run(folder: Path, facts: Mapping[str, Any], recipe: Recipe, corpus: Corpus) -> None:
     """Refuse a checkpoint from which this recipe cannot go on exactly.
 
@@ -190,6 +231,8 @@ def check_same_run(folder: Path, facts: Mapping[str, Any], recipe: Recipe, corpu
     now = {f"model.{name}": value for name, value in json.loads(recipe.to_json())["model"].items()}
     was |= {f"data.{name}": facts["data"][name] for name in ORDER_FIELDS} | {"seed": facts["recipe"]["seed"]}
     now |= {f"data.{name}": getattr(recipe.data, name) for name in ORDER_FIELDS} | {"seed": recipe.seed}
+    was |= {"dtype": facts["recipe"]["dtype"]}
+    now |= {"dtype": recipe.dtype}
     was |= {"optimizer.kind": facts["recipe"]["optimizer"]["kind"], "data (fingerprint)": facts["data"]["fingerprint"]}
     now |= {"optimizer.kind": recipe.optimizer.kind, "data (fingerprint)": corpus.fingerprint}
     different = [f"{key} was {was.get(key)} and is {now.get(key)}" for key in now if was.get(key) != now.get(key)]

@@ -37,6 +37,9 @@ from composable.recipe import Recipe, command_line
 from composable.state import Corpus, TrainState, last_step, resume, save_checkpoint, tokenizer_path
 from composable.step import NonFinite, StepResult, evaluate, train_step
 
+BIGRAM_TOKENS = 1 << 26
+"""tokens whose bigrams are counted at most: a fraction of a second"""
+
 
 @record
 def main(recipe: Recipe) -> None:
@@ -80,7 +83,7 @@ def train(recipe: Recipe) -> TrainState:
         stop = stack.enter_context(stop_signals())
         claim_folder(stack, recipe.folder)
         rank = dist.get_rank()
-        corpus = together(None, lambda: Corpus.open(recipe.data, recipe.model.vocab_size))[rank]
+        corpus = Corpus.open(recipe.data, recipe.model.vocab_size)
         model = build_model(recipe, device)
         optimizer = build_optimizer(model.parts, recipe.optimizer, only=model.named)
         start, changes = resume(recipe, model, optimizer, corpus)
@@ -258,8 +261,10 @@ def announce(
         f"  data    {data.path}: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out",
         f"  batch   {data.global_batch} rows of {data.seq_len} tokens, learning rate {recipe.peak_lr:g} at its peak",
     ]
-    if corpus.train.vocab_size <= 4096 and len(corpus.train) > 1:
-        lines[3] += f"; bigram entropy {bigram_entropy(corpus.train):.4f} nats per token"
+    if corpus.train.vocab_size <= 4096 and len(corpus.train) > 1 and not start.step:
+        first = corpus.train.slice(0, min(len(corpus.train), BIGRAM_TOKENS))
+        some = f" (of the first {len(first):,})" if len(first) < len(corpus.train) else ""
+        lines[3] += f"; bigram entropy {bigram_entropy(first):.4f} nats per token{some}"
     if recipe.optimizer.scale != "none":
         config = recipe.optimizer
         lines[4] += f", scaled ({config.scale}) from {config.lr:g} at a batch of {config.reference_batch}"

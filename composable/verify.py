@@ -20,7 +20,7 @@ from composable.models.config import DecoderConfig
 from composable.models.loss import IGNORE
 from composable.optim.local import local
 from composable.optim.optimizers import build_optimizer
-from composable.parallel.config import Parallel, Pipeline
+from composable.parallel.config import Parallel, Pipeline, recompute_every
 from composable.recipe import Recipe
 from composable.step import train_step
 from composable.train import build_model
@@ -222,7 +222,7 @@ def shrink(recipe: Recipe, mesh: Mesh) -> Recipe:
     Args:
         mesh: resolved.
     """
-    model, data = recipe.model, recipe.data
+    model, data, stages = recipe.model, recipe.data, recipe.pipeline.stages_per_rank
     unit = mesh.tp * mesh.cp
     kv_heads = _smaller(model.kv_heads, unit, 2)
     group = min(model.heads // model.kv_heads, 2)
@@ -234,7 +234,7 @@ def shrink(recipe: Recipe, mesh: Mesh) -> Recipe:
         model,
         vocab_size=_smaller(model.vocab_size, mesh.tp, 48),
         dim=heads * head_dim if model.heads * model.head_dim == model.dim else heads * head_dim + 8,
-        layers=min(model.layers, max(4, 2 * mesh.pp)),
+        layers=model.layers if recipe.pipeline.split else min(model.layers, max(4, mesh.pp * max(2, stages))),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -244,11 +244,18 @@ def shrink(recipe: Recipe, mesh: Mesh) -> Recipe:
     length = 2 * mesh.cp * mesh.tp
     seq_len = length * max(1, 16 // length)
     micro_batch = min(data.micro_batch, 2)
-    batches = max(2, 2 * mesh.pp)
+    a_pass = recipe.pipeline.micro_batches or 1
+    batches = -(-max(2, 2 * mesh.pp) // a_pass) * a_pass
     data = dataclasses.replace(
         data, seq_len=seq_len, micro_batch=micro_batch, global_batch=mesh.data_ranks * micro_batch * batches
     )
-    parallel = dataclasses.replace(recipe.parallel, unit=min(recipe.parallel.unit, tiny.layers))
+    every = recipe.parallel.recompute
+    parallel = dataclasses.replace(
+        recipe.parallel,
+        unit=min(recipe.parallel.unit, tiny.layers),
+        recompute=f"every:{min(recompute_every(every), tiny.layers)}" if every.startswith("every:") else every,
+        loss_chunk=min(recipe.parallel.loss_chunk, 5),  # so that a border of chunks is crossed
+    )
     return dataclasses.replace(recipe, model=tiny, data=data, parallel=parallel)
 
 

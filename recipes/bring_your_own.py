@@ -42,7 +42,12 @@ def call(forward: Callable[..., Any], x: Tensor, positions: Tensor, documents: T
 
 def llama(recipe: Recipe) -> Architecture:
     """Built from the recipe's sizes, so that every option of `model` holds for it."""
-    config = LlamaConfig(**to_hugging_face(recipe.model), attn_implementation="sdpa")
+    shape = to_hugging_face(recipe.model)
+    if shape["model_type"] != "llama":
+        raise ValueError(
+            f"model.* describes a {shape['model_type']}; Llama has no q/k norms, and biases on q, k, v, o alike"
+        )
+    config = LlamaConfig(**shape, attn_implementation="sdpa")
     return foreign_architecture(
         lambda: LlamaForCausalLM(config),
         call,

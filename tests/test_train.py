@@ -249,6 +249,12 @@ def test_a_run_starts_from_the_weights_of_a_checkpoint_with_a_fresh_optimizer(ra
     state = final_tensors(tmp_path / "second")
     assert state["lm_head.weight.step"].item() == 1.0
     first = lines(tmp_path / "second")[0]
+    with pytest.raises(RankError, match=r"another model: model.norm_eps is 1e-05 there and 0.5 here"):
+        ranks(
+            2,
+            train,
+            recipe_of(text, tmp_path / "third", 1, init_from=source, model=dataclasses.replace(MODEL, norm_eps=0.5)),
+        )
     assert first["samples"] == 8
     assert first["loss"] < lines(tmp_path / "first")[0]["loss"]
 
@@ -292,6 +298,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_weights_change(ran
     [
         ({"model": dataclasses.replace(MODEL, ffn=32)}, "model.ffn was 24 and is 32"),
         ({"seed": 5}, "seed was 1234 and is 5"),
+        ({"dtype": "float32"}, "dtype was float64 and is float32"),
         ({"data": {"seq_len": 4}}, "data.seq_len was 8 and is 4"),
         ({"data": {"path": "other"}}, r"data \(fingerprint\) was"),
         ({"checkpoint": CheckpointConfig(resume="never")}, "resume=never"),
@@ -317,6 +324,8 @@ def test_a_checkpoint_of_another_run_is_refused_on_every_rank(changes, words, ra
     [
         ({"mesh": Mesh(ep=2)}, "mesh.ep=2: experts are not composed yet"),
         ({"init_from": "nowhere"}, "init_from=nowhere is not a folder"),
+        ({"observe": ObserveConfig(profile=-1)}, "observe.profile=-1"),
+        ({"data": DataConfig(seq_len=8, holdout=0.0)}, "validation.every needs data.holdout"),
         ({"mesh": Mesh(dp_shard=3)}, "has 3 ranks, and there are 2"),
         ({"parallel": Parallel(unit=9)}, "parallel.unit=9.*2 blocks"),
         ({"parallel": Parallel(recompute="every:5")}, "every:5.*every:2 or less"),

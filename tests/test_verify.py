@@ -186,6 +186,24 @@ def test_a_shrunk_recipe_keeps_what_the_degrees_divide():
     assert small.heads * small.head_dim != small.dim
 
 
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        (Mesh(dp_shard=1, pp=2), {"pipeline": Pipeline(split="E t*8 | t*8 H")}),
+        (Mesh(dp_shard=1, pp=2), {"pipeline": Pipeline("Interleaved1F1B", virtual=4)}),
+        (Mesh(dp_shard=2, pp=2), {"pipeline": Pipeline(micro_batches=8)}),
+        (Mesh(dp_shard=2), {"parallel": Parallel(recompute="every:8", unit=8, loss_chunk=2048)}),
+    ],
+)
+def test_a_shrunk_recipe_is_legal_where_the_whole_one_is(mesh, changes):
+    big = dataclasses.replace(MODEL, layers=16, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab_size=128256)
+    recipe = dataclasses.replace(recipe_of(mesh.data_ranks, 16, model=big, mesh=mesh), **changes)
+    recipe.resolve(mesh.world)
+    small = shrink(recipe, mesh)
+    small.resolve(mesh.world)
+    assert small.parallel.loss_chunk in (0, 5)
+
+
 def test_the_command_prints_a_table_writes_a_report_and_exits_zero(tmp_path):
     report = tmp_path / "verify.json"
     args = ["recipes/dense_debug.py", "--mesh.tp", "2", "--parallel.data", "zero2", "--report", str(report)]

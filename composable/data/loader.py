@@ -224,14 +224,13 @@ def _worker_context() -> multiprocessing.context.BaseContext:
     milliseconds.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload(["composable.data.server"])
     return context
 
 
 def _start_worker(worker: int) -> None:
     """Make a worker end with its training process: by its signal, and also when that process is killed."""
-    # A trainer that handles SIGTERM (to save first) must not be imitated; Ctrl-C reaches the whole process group, and
-    # the trainer ends its workers in order.
+    # A trainer that handles SIGTERM (to save first) must not be imitated, and ends its workers in order.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
