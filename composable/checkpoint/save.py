@@ -100,23 +100,17 @@ def _claim(stack: contextlib.ExitStack, folder: Path, overwrite: bool) -> None:
 
 
 def _create(folder: Path, sections: Sequence[SectionPlan]) -> None:
-    """Create every tensor file at its full size with its header: a full disk shows here."""
+    """Create every tensor file at its full size with its header, if the disk has room for all of them."""
+    needed, free = sum(file.size for section in sections for file in section.files), shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(errno.ENOSPC, f"{folder}: the checkpoint needs {needed:,} bytes, and the disk has {free:,} free")
     for section in sections:
         (folder / section.folder).mkdir(exist_ok=True)
         for file in section.files:
             path = folder / section.folder / file.name
             with naming(path), opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as target:
-                _allocate(target.handle, file.size)
+                os.ftruncate(target.handle, file.size)
                 write_all(target, memoryview(file.header), 0)
-
-
-def _allocate(handle: int, size: int) -> None:
-    try:
-        os.posix_fallocate(handle, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-        os.ftruncate(handle, size)  # a file system that cannot reserve space: a full disk shows when it is written
 
 
 def _write(
@@ -149,7 +143,8 @@ def _write(
                 if mine or rank == 0:
                     opens[path] = stack.enter_context(opened(path, os.O_WRONLY))
                 tasks += mine
-        run_all(write, tasks)
+        for task in tasks:
+            write(*task)
         run_all(sync, [(path,) for path in opens])
     return checksums
 

@@ -1,9 +1,8 @@
-"""Files written and read at offsets, large transfers past the page cache.
+"""Files written and read at offsets, large reads past the page cache.
 
-A checkpoint is written once and seldom read: through the page cache, the kernel slows every writer down to its
-write-back and evicts what the job needs. Large transfers therefore use `O_DIRECT` where the file system has it. It
-wants page-aligned memory, offsets and lengths, so bytes go through a small aligned buffer, and the few bytes beside a
-page's border go the ordinary way: a page is written by one way only.
+A checkpoint that is read once, by a job that starts, need not push other data out of the page cache, and reads faster
+around it: large reads use `O_DIRECT` where the file system has it and the bytes are not in the cache already. It wants
+page-aligned memory, offsets and lengths, so bytes go through a small aligned buffer.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-LARGE = 1 << 20  # bytes: smaller transfers take the ordinary way
+LARGE = 1 << 20  # bytes: smaller reads take the ordinary way
+PIECE = 256 << 10  # bytes of one write
 STEP = 8 << 20  # bytes of the aligned buffer, one per thread
 PAGE = max(4096, mmap.PAGESIZE)
 
@@ -38,9 +38,10 @@ def opened(path: Path, flags: int) -> Iterator[File]:
         handle = os.open(path, flags, 0o666)
         stack.callback(os.close, handle)
         direct = None
-        with contextlib.suppress(OSError, AttributeError):  # no O_DIRECT on this system, or on this file system
-            direct = os.open(path, flags & ~(os.O_CREAT | os.O_EXCL) | os.O_DIRECT)
-            stack.callback(os.close, direct)
+        if flags == os.O_RDONLY:
+            with contextlib.suppress(OSError, AttributeError):  # no O_DIRECT on this system, or on this file system
+                direct = os.open(path, flags | os.O_DIRECT)
+                stack.callback(os.close, direct)
         yield File(handle, direct)
 
 
@@ -63,24 +64,17 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_all(file: File, data: memoryview, offset: int) -> None:
-    """Write `data` at `offset`, all of it; OSError if the disk is full."""
-    if file.direct is None or len(data) < LARGE:
-        return _write(file.handle, data, offset)
-    head = -offset % PAGE
-    end = head + (len(data) - head) // PAGE * PAGE
-    _write(file.handle, data[:head], offset)
-    with mmap.mmap(-1, STEP) as aligned, memoryview(aligned) as buffer:
-        for start in range(head, end, STEP):
-            size = min(STEP, end - start)
-            _copy(buffer[:size], data[start : start + size])
-            try:
-                with buffer[:size] as part:
-                    _write(file.direct, part, offset + start)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                _write(file.handle, data[start : start + size], offset + start)  # a stricter alignment than a page's
-    return _write(file.handle, data[end:], offset + end)
+    """Write `data` at `offset`, all of it; OSError if the disk is full.
+
+    In small pieces, through the page cache, into space that is not reserved before: measured on 2.5 GB by two ranks
+    into common files, that is half the time of pieces of 64 MiB, as no writer waits long for the file's lock or for the
+    kernel's write-back; past the page cache takes as long, and leaves the files cold for whoever reads them next.
+    """
+    while data:
+        written = os.pwrite(file.handle, data[:PIECE], offset)
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        data, offset = data[written:], offset + written
 
 
 def read_all(file: File, data: memoryview, offset: int, *, cached: bool = False) -> None:
@@ -119,14 +113,6 @@ def _in_cache(handle: int, offset: int) -> bool:
         return os.preadv(handle, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except (OSError, AttributeError):  # not there, or a system without such reads
         return False
-
-
-def _write(handle: int, data: memoryview, offset: int) -> None:
-    while data:  # one call writes at most 2 GiB, and less on a disk that fills up
-        written = os.pwrite(handle, data, offset)
-        if not written:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        data, offset = data[written:], offset + written
 
 
 def _try_read(handle: int, data: memoryview, offset: int) -> int:

@@ -44,7 +44,7 @@ def die_at(call, act):
 
             return wrapper
 
-        for name in ("pwrite", "fsync", "replace", "posix_fallocate", "unlink", "rmdir", "mkdir"):
+        for name in ("pwrite", "fsync", "replace", "ftruncate", "unlink", "rmdir", "mkdir"):
             setattr(os, name, counted(getattr(os, name)))
         try:
             act()
