@@ -58,13 +58,21 @@ def tensor_table() -> dict[str, Any]:
     """
     # By type(), as isinstance() would wake lazy proxies; exactly these two, as wrappers have no storage of their own.
     tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor or type(x) is nn.Parameter]
-    tensors = [x for x in tensors if x.layout == torch.strided]
+    tensors = [x for x in tensors if x.layout == torch.strided and _storage(x) is not None]
     counts = Counter(
         (tuple(x.shape), str(x.dtype).removeprefix("torch."), str(x.device), x.element_size()) for x in tensors
     )
-    storages = {(str(x.device), x.untyped_storage().data_ptr()): x.untyped_storage().nbytes() for x in tensors}
+    storages = dict(storage for x in tensors if (storage := _storage(x)))
     rows = [
         {"shape": shape, "dtype": dtype, "device": device, "count": n, "bytes": n * torch.Size(shape).numel() * size}
         for (shape, dtype, device, size), n in counts.items()
     ]
     return {"bytes": sum(storages.values()), "tensors": sorted(rows, key=lambda row: -row["bytes"])}
+
+
+def _storage(tensor: torch.Tensor) -> tuple[tuple[str, int], int] | None:
+    """((device, address), bytes) of a tensor's memory; None where a tracer of torch.compile left a tensor without."""
+    try:
+        return (str(tensor.device), tensor.untyped_storage().data_ptr()), tensor.untyped_storage().nbytes()
+    except RuntimeError:
+        return None
