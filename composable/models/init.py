@@ -1,8 +1,6 @@
 """Initial weights as a pure function of (seed, name, element): the same in every layout and on every device.
 
-Twelve 16-bit uniforms are drawn for an element from a counter-based hash and summed (Irwin-Hall): a normal variate up
-to an excess kurtosis of -0.1 and cut at 6 standard deviations. Sums of integers are exact, where the logarithms and
-cosines of other methods differ in the last bit between devices, and between the middle and the end of a vector loop.
+Variates are sums of uniforms from a counter-based hash (`bits.sum_of_uniforms`).
 """
 
 import hashlib
@@ -13,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from composable.bits import ODD, mix, sum_of_uniforms
 from composable.checkpoint.shards import Box, local_box
 from composable.models.config import DecoderConfig
 
@@ -37,7 +36,7 @@ def decoder_init(config: DecoderConfig) -> InitRule:
             return Init()
         if name.endswith("norm.weight"):
             return Init(mean=1.0)
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
             return Init(std=config.init_std / math.sqrt(2 * config.layers))
         return Init(std=config.init_std)
 
@@ -83,25 +82,9 @@ def _key(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _mix(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele et al. 2014), on int64 that wraps around."""
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        x = (x ^ _shift_right(x, shift)) * factor
-    return x ^ _shift_right(x, 31)
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
 def _variates(index: Tensor, key: int) -> Tensor:
-    """Twelve uniforms on 0..65535 an index, summed and centred: int64, in units of 2**-17 standard deviations."""
-    total = torch.full_like(index, -12 * 65535)
-    for draw in range(3):
-        bits = _mix((index * 3 + draw) * -0x61C8864680B583EB + key)
-        for shift in (0, 16, 32, 48):
-            total += 2 * ((bits >> shift) & 0xFFFF)
-    return total
+    """A normal variate for each index: int64, in units of 2**-17 standard deviations."""
+    return sum_of_uniforms(torch.stack([mix((index * 3 + draw) * ODD + key) for draw in range(3)], dim=-1))
 
 
 def _fill_normal(local: Tensor, shape: torch.Size, box: Box, init: Init, key: int, chunk: int = 1 << 20) -> None:

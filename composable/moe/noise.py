@@ -10,10 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from composable.bits import ODD, mix, sum_of_uniforms
+
 Stream = Literal["jitter", "noise", "dropout"]
 
 _STREAMS: dict[Stream, int] = {"jitter": 1, "noise": 2, "dropout": 3}
-_ODD = -0x61C8864680B583EB  # 2**64 / golden ratio: the increment of SplitMix64
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,8 @@ def uniform(draw: Draw, stream: Stream, columns: int, dtype: torch.dtype) -> Ten
 
 
 def gaussian(draw: Draw, stream: Stream, columns: int, dtype: torch.dtype) -> Tensor:
-    """[T, columns] normal up to an excess kurtosis of -0.1: the sum of twelve 16-bit uniforms (Irwin-Hall)."""
-    bits = _bits(draw, stream, columns, 3)
-    total = torch.full_like(bits[..., 0], -12 * 65535)
-    for shift in (0, 16, 32, 48):
-        total = total + 2 * ((bits >> shift) & 0xFFFF).sum(-1)
-    return total.to(dtype) * 2.0**-17
+    """[T, columns] standard normal up to an excess kurtosis of -0.1."""
+    return sum_of_uniforms(_bits(draw, stream, columns, 3)).to(dtype) * 2.0**-17
 
 
 def gumbel(draw: Draw, stream: Stream, columns: int, dtype: torch.dtype) -> Tensor:
@@ -53,17 +50,6 @@ def _bits(draw: Draw, stream: Stream, columns: int, words: int) -> Tensor:
     step = torch.as_tensor(draw.step, dtype=torch.int64, device=draw.tokens.device)
     key = torch.full_like(step, draw.seed)
     for part in (step, draw.layer, _STREAMS[stream]):  # one after the other: no two sums of them meet
-        key = _mix(key * _ODD + part)
+        key = mix(key * ODD + part)
     counter = torch.arange(columns * words, device=draw.tokens.device).view(columns, words)
-    return _mix((draw.tokens[:, None, None] * (columns * words) + counter) * _ODD + key)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele et al. 2014), on int64 that wraps around."""
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        x = (x ^ _shift_right(x, shift)) * factor
-    return x ^ _shift_right(x, 31)
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return mix((draw.tokens[:, None, None] * (columns * words) + counter) * ODD + key)
