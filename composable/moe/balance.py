@@ -139,6 +139,14 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
 
 
 @torch.compiler.disable
+def sum_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """counts of this rank -> their sum over a group, in a tensor of its own."""
+    total = counts.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+@torch.compiler.disable
 def _sum_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Sum.apply(x, group)
 

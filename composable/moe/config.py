@@ -1,7 +1,9 @@
 """What a mixture of experts is: values only, and the router rules of published families."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
+
+Dispatcher = Literal["all_to_all", "hierarchical", "static"]
 
 
 @dataclass(frozen=True)
@@ -116,11 +118,16 @@ class MoEConfig:
     balance: Balance = field(default_factory=Balance)
     capacity: Capacity = field(default_factory=Capacity)
     exploration: Exploration = field(default_factory=Exploration)
-    dispatcher: Literal["all_to_all"] = "all_to_all"
-    """`all_to_all`: uneven splits, nothing padded, one host synchronisation"""
+    upcycle: bool = False
+    """the weights that a new run starts from are a dense model's: each expert is a copy, or a part, of its SwiGLU"""
+    granularity: int = 1
+    """upcycling: how many experts, of that part of its width each, make one copy of the dense SwiGLU"""
+    dispatcher: Dispatcher = "all_to_all"
+    """`all_to_all`: uneven splits, nothing padded, one host synchronisation; `hierarchical`: the same in two, inside
+    the node and then across; `static`: blocks of the capacity's size, for accelerators: no host synchronisation"""
 
     def __post_init__(self) -> None:
-        for name in ("experts", "top_k", "ffn", "groups", "groups_kept"):
+        for name in ("experts", "top_k", "ffn", "groups", "groups_kept", "granularity"):
             if getattr(self, name) < 1:
                 raise ValueError(f"moe.{name}={getattr(self, name)}: it is 1 or more")
         for name in ("shared_ffn", "first_dense"):
@@ -143,8 +150,14 @@ class MoEConfig:
                 f"moe.exploration.expert_dropout={self.exploration.expert_dropout} with moe.groups={self.groups}: a "
                 "group may have all its experts hidden; write 0, or moe.groups 1"
             )
-        if self.dispatcher != "all_to_all":
-            raise ValueError(f"moe.dispatcher={self.dispatcher!r} does not exist; write all_to_all")
+        if self.dispatcher not in get_args(Dispatcher):
+            names = ", ".join(get_args(Dispatcher))
+            raise ValueError(f"moe.dispatcher={self.dispatcher!r} does not exist; write one of {names}")
+        if self.dispatcher == "static" and not self.capacity.factor:
+            raise ValueError(
+                "moe.dispatcher='static' with moe.capacity.factor=0.0 (dropless): blocks of fixed size need a "
+                "capacity; write moe.capacity.factor 1.25 for example, or moe.dispatcher all_to_all"
+            )
 
     def _check_groups(self) -> None:
         if self.experts % self.groups:

@@ -10,13 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable._torch import onednn_product
-from composable.moe.dispatch import expert_order
+from composable.moe.config import Dispatcher
+from composable.moe.dispatch import ExpertRanks, all_to_all, alone, combine, dispatch, expert_order
+from composable.moe.hierarchical import hierarchical
 from composable.moe.router import Routing
+from composable.moe.static import combine_blocks, dispatch_blocks, room_for
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """(x [N, I], weight [O, I]) -> x @ weight^T [N, O]"""
@@ -25,11 +29,21 @@ Product = Callable[[Tensor, Tensor], Tensor]
 class Experts(nn.Module):
     """down(silu(gate(x)) * up(x)) for each expert; gate_proj and up_proj [E, F, D], down_proj [E, D, F].
 
-    The experts of this rank alone, once a parameter is a part of the stack, or a DTensor of which it has a part.
+    The experts of this rank alone, once a parameter is a part of the stack, or a DTensor of which it has a part; and a
+    part of the hidden width F, where that is shared out: the outputs are then to be added up over its ranks.
+
+    Args:
+        experts: of all ranks together.
+        dispatcher: how tokens come to the ranks of their experts.
+        factor: capacity factor that the routing keeps; only `static` needs it.
     """
 
-    def __init__(self, experts: int, dim: int, ffn: int) -> None:
+    def __init__(
+        self, experts: int, dim: int, ffn: int, dispatcher: Dispatcher = "all_to_all", factor: float = 0.0
+    ) -> None:
         super().__init__()
+        self.dispatcher = dispatcher
+        self.factor = factor
         self.gate_proj = nn.Parameter(torch.empty(experts, ffn, dim))
         self.up_proj = nn.Parameter(torch.empty(experts, ffn, dim))
         self.down_proj = nn.Parameter(torch.empty(experts, dim, ffn))
@@ -40,38 +54,74 @@ class Experts(nn.Module):
         for weight in (self.gate_proj, self.up_proj, self.down_proj):
             nn.init.uniform_(weight, -(weight.size(-1) ** -0.5), weight.size(-1) ** -0.5)
 
-    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """rows [R, D] -> [R, D]; the first counts[0] rows pass the first expert, and so on.
+    def forward(self, x: Tensor, routing: Routing, ranks: ExpertRanks | None = None, batch_ranks: int = 1) -> Tensor:
+        """x [T, D] -> [T, D]: the experts' outputs, added up with their weights; collective over `ranks`.
 
         An expert without rows gets a gradient of zeros.
 
+        Args:
+            routing: of those tokens.
+            ranks: that share the experts; None: all are here.
+            batch_ranks: ranks that hold a part of the same micro-batch, as many tokens each; only `static` asks.
+
         Raises:
-            ValueError: counts of another number of experts than this rank has, or of other rows.
+            ValueError: this rank has another number of experts than its part; or ranks without the groups that the
+                dispatcher needs.
         """
         gate, up, down = (_local(weight) for weight in (self.gate_proj, self.up_proj, self.down_proj))
-        if len(counts) != len(gate) or sum(counts) != len(rows):
+        experts = routing.counts.numel()
+        part = experts // (1 if ranks is None else dist.get_world_size(ranks.group))
+        if part != len(gate):
             raise ValueError(
-                f"counts of {len(counts)} experts and {sum(counts)} rows, for {len(gate)} experts here and {len(rows)} "
-                "rows: give those that `dispatch` returned, over the group that shares the experts"
+                f"{part} experts are this rank's part of the layer's, and it holds {len(gate)}: give the ranks that "
+                "share the experts"
             )
-        return swiglu(rows, gate, up, down, counts)
-
-    def here(self, x: Tensor, routing: Routing) -> Tensor:
-        """x [T, D] -> [T, D]: dispatch, experts and combine in one, where all experts are on this CPU."""
-        return swiglu_in_place(
-            x, routing, *(_local(weight) for weight in (self.gate_proj, self.up_proj, self.down_proj))
-        )
+        if self.dispatcher == "static":
+            room = room_for(self.factor, len(x), batch_ranks, routing.ids.size(1), experts)
+            return swiglu_in_blocks(x, routing, gate, up, down, room, ranks, pack=room > 0 and _packs(x, gate, down))
+        if x.device.type == "cpu" and alone(ranks):
+            return swiglu_in_place(x, routing, gate, up, down)
+        plan = hierarchical if self.dispatcher == "hierarchical" else all_to_all
+        rows, counts, record = dispatch(x, routing, ranks, plan)
+        return combine(swiglu(rows, gate, up, down, counts), record, routing.weights)
 
 
 @torch.compiler.disable
 def swiglu(rows: Tensor, gate: Tensor, up: Tensor, down: Tensor, counts: list[int]) -> Tensor:
     """rows [R, D] through experts gate, up [E, F, D], down [E, D, F], counts[e] rows each -> [R, D]."""
-    aligned = all(w.size(-1) * w.element_size() % 16 == 0 for w in (gate, down))
-    if rows.device.type == "cpu" or rows.dtype == torch.float64 or not aligned or len(rows) == 0:
+    if len(rows) == 0 or not _groups(rows, gate, down):
         return _Loop.apply(rows, gate, up, down, counts, None, None)
-    ends = torch.tensor(counts, device=rows.device).cumsum(0).to(torch.int32)
+    return grouped_swiglu(rows, gate, up, down, torch.tensor(counts, device=rows.device).cumsum(0).to(torch.int32))
+
+
+def grouped_swiglu(rows: Tensor, gate: Tensor, up: Tensor, down: Tensor, ends: Tensor) -> Tensor:
+    """rows [R, D], those of each expert up to ends [E] int32 -> [R, D], anything after the last end."""
     hidden = F.silu(F.grouped_mm(rows, gate.mT, offs=ends)) * F.grouped_mm(rows, up.mT, offs=ends)
     return F.grouped_mm(hidden, down.mT, offs=ends)
+
+
+def swiglu_in_blocks(
+    x: Tensor,
+    routing: Routing,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    room: int,
+    ranks: ExpertRanks | None,
+    *,
+    pack: bool,
+) -> Tensor:
+    """x [T, D] through experts that get blocks of `room` rows from every rank -> [T, D]; no shape depends on routing.
+
+    Args:
+        pack: multiply the rows that came alone, by grouped products; or the padding too, by batched ones.
+    """
+    rows, blocks = dispatch_blocks(x, routing, room, ranks, pack=pack)
+    if blocks.packed is not None:
+        out = grouped_swiglu(rows, gate, up, down, blocks.packed.ends)
+    else:
+        out = (F.silu(rows @ gate.mT) * (rows @ up.mT)) @ down.mT
+    return combine_blocks(out, blocks, routing.weights)
 
 
 @torch.compiler.disable
@@ -89,6 +139,19 @@ def swiglu_in_place(x: Tensor, routing: Routing, gate: Tensor, up: Tensor, down:
 
 def _local(weight: Tensor) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _groups(x: Tensor, gate: Tensor, down: Tensor) -> bool:
+    """Whether torch's grouped product is to be used: an accelerator, not float64, rows of multiples of 16 bytes."""
+    aligned = all(w.size(-1) * w.element_size() % 16 == 0 for w in (gate, down))
+    return x.device.type != "cpu" and x.dtype != torch.float64 and aligned
+
+
+def _packs(x: Tensor, gate: Tensor, down: Tensor) -> bool:
+    """Whether torch's grouped product leaves its offsets on the device: elsewhere it is a loop that reads them."""
+    if not _groups(x, gate, down) or x.dtype != torch.bfloat16 or x.device.type != "cuda":
+        return False
+    return torch.cuda.get_device_properties(x.device).major in (9, 10)
 
 
 def _product_of(x: Tensor) -> Product:

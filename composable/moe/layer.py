@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composable.moe.balance import at_backward, inject, losses, statistics, weighted
+from composable.moe.balance import at_backward, inject, losses, statistics, sum_counts, weighted
 from composable.moe.capacity import limit
 from composable.moe.config import MoEConfig
-from composable.moe.dispatch import combine, dispatch
+from composable.moe.dispatch import ExpertRanks
 from composable.moe.experts import Experts
 from composable.moe.noise import Draw
 from composable.moe.router import Routing, count, explore, jittered, route
@@ -27,7 +28,8 @@ class Routed:
     executed: Tensor
     """[E] int64 choices of each expert that were executed, of this rank's tokens"""
     losses: dict[str, Tensor]
-    """[] by name, before coefficients, of the whole micro-batch: the same on every rank that holds a part of it"""
+    """[] by name, before coefficients, of the whole micro-batch, times its share of the step's tokens: the same on
+    every rank that holds a part of it"""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,31 @@ class TokenInfo:
     record: Callable[[Routed], None] | None = None
     """is given each layer's `Routed`: in the backward pass, hence once whatever is recomputed; without gradients at
     once. None: nobody asks (evaluation)"""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where layers with experts run, and whom they tell: chosen when the model is built."""
+
+    ranks: ExpertRanks | None = None
+    """ranks that share the experts; None: all are here"""
+    batch_group: dist.ProcessGroup | None = None
+    """ranks that hold other tokens of the same sequences, as many each: those of context and tensor parallelism"""
+    step_group: dist.ProcessGroup | None = None
+    """ranks that hold all tokens of a step, if each has one micro-batch of it: for balance of global scope"""
+    seed: int = 0
+    """of exploration"""
+    record: Callable[[Routed], None] | None = None
+    """as in `TokenInfo`, of training"""
+
+    @property
+    def groups(self) -> dict[str, Any]:
+        """What `MoE.forward` takes of it."""
+        return {"ranks": self.ranks, "batch_group": self.batch_group, "step_group": self.step_group}
+
+
+ALONE = Runtime()
+"""one process"""
 
 
 class Gate(nn.Module):
@@ -94,7 +121,7 @@ class MoE(nn.Module):
         self.config = config
         self.layer = layer
         self.gate = Gate(dim, config)
-        self.experts = Experts(config.experts, dim, config.ffn)
+        self.experts = Experts(config.experts, dim, config.ffn, config.dispatcher, config.capacity.factor)
         self.shared_experts = shared
         self.shared_expert_gate = nn.Linear(dim, 1, bias=False) if config.shared_gate else None
 
@@ -103,16 +130,18 @@ class MoE(nn.Module):
         x: Tensor,
         info: TokenInfo | None = None,
         *,
-        group: dist.ProcessGroup | None = None,
+        ranks: ExpertRanks | None = None,
         batch_group: dist.ProcessGroup | None = None,
+        step_group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """x [B, S, D] -> [B, S, D]; collective over both groups.
+        """x [B, S, D] -> [B, S, D]; collective over all groups.
 
         Args:
             info: of the micro-batch; None outside of training.
-            group: ranks that share the experts; None: all are here.
+            ranks: that share the experts; None: all are here.
             batch_group: ranks that hold other tokens of the same B sequences, as many each: those of context and
                 tensor parallelism; None: this one alone.
+            step_group: ranks over which choices are counted for balance of global scope, where `info` has no counts.
 
         Raises:
             ValueError: exploration, or capacity over several ranks, without the tokens' index.
@@ -125,15 +154,12 @@ class MoE(nn.Module):
         chosen = route(logits, self.config, bias)
         index, mask = (None if value is None else value.flatten() for value in (info.index, info.mask))
         routing = limit(chosen, logits, self.config, index=index, mask=mask, bias=bias, group=batch_group)
-        if x.device.type == "cpu" and (group is None or dist.get_world_size(group) == 1):
-            out = self.experts.here(flat, routing).view_as(x)
-        else:
-            rows, counts, record = dispatch(flat, routing, group)
-            out = combine(self.experts(rows, counts), record, routing.weights).view_as(x)
+        batch_ranks = 1 if batch_group is None else dist.get_world_size(batch_group)
+        out = self.experts(flat, routing, ranks, batch_ranks).view_as(x)
         if self.shared_experts is not None:
             shared = self.shared_experts(x)
             out = out + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * shared)
-        return self._account(out, logits, chosen, routing, info, batch_group)
+        return self._account(out, logits, chosen, routing, info, batch_group, step_group)
 
     def _draw(self, info: TokenInfo) -> Draw | None:
         if info.step is None or not self.config.exploration.draws:
@@ -150,15 +176,25 @@ class MoE(nn.Module):
         routing: Routing,
         info: TokenInfo,
         batch_group: dist.ProcessGroup | None,
+        step_group: dist.ProcessGroup | None,
     ) -> Tensor:
         """out [B, S, D] with the gradients of balance and the record of what was done."""
         values: dict[str, Tensor] = {}
         if info.scale is not None and self.config.balance.losses:
             logits, ids = logits.view(*out.shape[:2], -1), routing.ids.view(*out.shape[:2], -1)
             total = statistics(logits, ids, self.config, mask=info.mask, group=batch_group)
-            values = losses(total, self.config, None if info.counts is None else info.counts[self.layer])
+            values = losses(total, self.config, self._load(routing.ids, info, step_group))
             out = inject(out, weighted(values, self.config), info.scale)
         return self._report(out, chosen.ids, routing.ids, values, info)
+
+    def _load(self, executed: Tensor, info: TokenInfo, step_group: dist.ProcessGroup | None) -> Tensor | None:
+        """[E] choices among all tokens of the step; None: those of the micro-batch count."""
+        if info.counts is not None:
+            return info.counts[self.layer]
+        if self.config.balance.scope != "global" or step_group is None:
+            return None
+        counts = count(executed, self.config.experts, None if info.mask is None else info.mask.flatten())
+        return sum_counts(counts, step_group)
 
     @torch.compiler.disable
     def _report(
@@ -172,6 +208,6 @@ class MoE(nn.Module):
             self.layer,
             count(chosen, experts, mask),
             count(executed, experts, mask),
-            {name: value.detach() for name, value in values.items()},
+            {name: value.detach() * info.scale for name, value in values.items() if info.scale is not None},
         )
         return at_backward(out, lambda: give(routed))

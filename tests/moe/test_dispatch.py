@@ -3,9 +3,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
-from composable.moe.dispatch import combine, dispatch
-from composable.moe.experts import Experts
+from composable.moe.dispatch import ExpertRanks, combine, dispatch
+from composable.moe.experts import Experts, swiglu
 from composable.moe.router import Routing, count
 
 
@@ -25,18 +28,19 @@ def tokens_of(tokens, dim, seed):
     return torch.randn(tokens, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def moved(x, routing, group=None):
+def moved(x, routing, shared_by=None, plan=None):
     """Expert e multiplies by e + 1, beside the identity: (output, output of the identity, rows of each expert here)."""
-    rows, counts, record = dispatch(x, routing, group)
-    first = 0 if group is None else dist.get_rank(group) * len(counts)
+    rows, counts, record = dispatch(x, routing, shared_by, plan)
+    first = 0 if shared_by is None else dist.get_rank(shared_by.group) * len(counts)
     factors = torch.arange(first, first + len(counts)).double().repeat_interleave(torch.tensor(counts)) + 1
     scaled = combine(rows * factors[:, None], record, routing.weights)
     return scaled, combine(rows, record, routing.weights), counts
 
 
-def check(x, routing, group=None):
+def check(x, routing, shared_by=None, plan=None):
+    """Tokens come back, with weights, forward and backward; returns the rows of each expert here."""
     x = x.clone().requires_grad_()
-    scaled, same, counts = moved(x, routing, group)
+    scaled, same, counts = moved(x, routing, shared_by, plan)
     factors = (routing.ids + 1).double()
     weights = routing.weights.detach()
     wanted = x.detach() * (weights * factors).sum(1)[:, None]
@@ -74,11 +78,11 @@ def test_rows_are_in_expert_order_and_stable():
 
 def several_loads(cases):
     """Tokens differ between ranks: none on some, one on others."""
-    group, world = dist.group.WORLD, dist.get_world_size()
+    shared_by, world = ExpertRanks(dist.group.WORLD), dist.get_world_size()
     for seed, (tokens, k, load, dropped) in enumerate(cases):
         mine = tokens[dist.get_rank() % len(tokens)]
         routing = routing_of(mine, 2 * world, k, seed * world + dist.get_rank(), load, dropped)
-        counts = check(tokens_of(mine, 3, dist.get_rank()), routing, group)
+        counts = check(tokens_of(mine, 3, dist.get_rank()), routing, shared_by)
         total = routing.counts.clone()
         dist.all_reduce(total)
         assert counts == total.view(world, -1)[dist.get_rank()].tolist()
@@ -102,10 +106,10 @@ def test_tokens_come_back_from_other_ranks(ranks, world):
 
 
 def two_in_flight():
-    group = dist.group.WORLD
+    shared_by = ExpertRanks(dist.group.WORLD)
     routings = [routing_of(4 + 3 * i, 4, 2, 10 * i + dist.get_rank()) for i in range(2)]
     xs = [tokens_of(4 + 3 * i, 3, i).requires_grad_() for i in range(2)]
-    sent = [dispatch(x, routing, group) for x, routing in zip(xs, routings, strict=True)]
+    sent = [dispatch(x, routing, shared_by) for x, routing in zip(xs, routings, strict=True)]
     outs = [
         combine(rows, record, r.weights) for (rows, _, record), r in reversed(list(zip(sent, routings, strict=True)))
     ]
@@ -114,7 +118,7 @@ def two_in_flight():
         assert torch.allclose(out, x * routing.weights.sum(1, keepdim=True), rtol=1e-12)
         assert torch.allclose(x.grad, routing.weights.detach().sum(1, keepdim=True).expand_as(x), rtol=1e-12)
     with pytest.raises(ValueError, match="3 experts on 2 ranks"):
-        dispatch(xs[0], routing_of(4, 3, 2, 0), group)
+        dispatch(xs[0], routing_of(4, 3, 2, 0), shared_by)
 
 
 def test_two_micro_batches_may_be_in_flight(ranks):
@@ -147,7 +151,7 @@ def test_experts_equal_a_loop_with_gradients_of_zero_where_unused(counts, dtype,
     out = torch.cat([(silu(x @ gate.T) * (x @ up.T)) @ down.T for x, (gate, up, down) in parts])
     wanted = [out, *torch.autograd.grad(out, [rows, *model.parameters()], g)]
     model, rows = model.to(dtype), rows.detach().to(dtype).requires_grad_()
-    out = model(rows, counts)
+    out = swiglu(rows, *model.parameters(), counts)
     got = [out, *torch.autograd.grad(out, [rows, *model.parameters()], g.to(dtype))]
     for a, b in zip(got, wanted, strict=True):
         assert a.shape == b.shape
@@ -167,15 +171,76 @@ def test_experts_that_are_all_here_equal_dispatch_and_combine(tokens, k, load, d
 
     def around():
         rows, counts, record = dispatch(x, routing)
-        return combine(experts(rows, counts), record, routing.weights)
+        return combine(swiglu(rows, *experts.parameters(), counts), record, routing.weights)
 
     results = []
-    for out in (around(), experts.here(x, routing)):
+    for out in (around(), experts(x, routing)):
         results.append([out, *torch.autograd.grad(out, [x, routing.weights, *experts.parameters()], g)])
     for a, b in zip(*results, strict=True):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-14)
 
 
-def test_counts_of_other_experts_are_refused():
-    with pytest.raises(ValueError, match="over the group that shares the experts"):
-        Experts(4, 8, 8)(torch.zeros(3, 8), [1, 2])
+def more_experts_than_its_part():
+    with pytest.raises(ValueError, match="2 experts are this rank's part of the layer's, and it holds 4"):
+        Experts(4, 8, 8)(torch.zeros(3, 8), routing_of(3, 4, 2, 0), ExpertRanks(dist.group.WORLD))
+
+
+def test_a_rank_with_another_number_of_experts_than_its_part_is_refused(ranks):
+    ranks(2, more_experts_than_its_part)
+    with pytest.raises(ValueError, match="6 experts are this rank's part of the layer's, and it holds 4"):
+        Experts(4, 8, 8)(torch.zeros(3, 8), routing_of(3, 6, 2, 0))
+
+
+def parts_of(experts, parts):
+    """The same experts, each with a part of the hidden width."""
+    gate, up, down = (weight.detach() for weight in experts.parameters())
+    for g, u, d in zip(gate.chunk(parts, 1), up.chunk(parts, 1), down.chunk(parts, 2), strict=True):
+        part = Experts(4, 16, 24, experts.dispatcher, experts.factor)
+        part.gate_proj, part.up_proj, part.down_proj = (torch.nn.Parameter(weight.clone()) for weight in (g, u, d))
+        yield part
+
+
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "static"])
+def test_parts_of_the_hidden_width_add_up(dispatcher):
+    torch.manual_seed(0)
+    experts, routing = Experts(4, 16, 24, dispatcher, 4.0).double(), routing_of(9, 4, 2, 3)
+    x = tokens_of(9, 16, 1).requires_grad_()
+    parts = list(parts_of(experts, 3))
+    whole, total = experts(x, routing), sum(part(x, routing) for part in parts)
+    assert torch.allclose(whole, total, rtol=1e-12, atol=1e-14)
+    wanted = torch.autograd.grad(whole.sum(), [x, routing.weights, *experts.parameters()])
+    got = torch.autograd.grad(total.sum(), [x, routing.weights, *(p for part in parts for p in part.parameters())])
+    gate, up, down = (torch.cat(got[2 + i :: 3], dim) for i, dim in enumerate((1, 1, 2)))
+    for a, b in zip((*got[:2], gate, up, down), wanted, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-14)
+
+
+def gathered_around_their_forward():
+    """Experts over two ranks, each of them sharded over two more; every rank has tokens of its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    rank, shared_by = dist.get_rank(), ExpertRanks(mesh.get_group("ep"))
+    part = slice(2 * mesh.get_local_rank("ep"), 2 * mesh.get_local_rank("ep") + 2)
+    torch.manual_seed(0)
+    whole = Experts(4, 16, 24).double()
+    experts = Experts(2, 16, 24).double()
+    experts.load_state_dict({name: weight[part] for name, weight in whole.state_dict().items()})
+    fully_shard(experts, mesh=mesh["efsdp"], shard_placement_fn=lambda weight: Shard(1))
+    experts.set_gradient_divide_factor(1.0)
+    experts.set_force_sum_reduction_for_comms(True)
+    x, routing = tokens_of(5, 16, rank).requires_grad_(), routing_of(5, 4, 2, rank)
+    wanted = whole(x, routing)
+    inputs = torch.autograd.grad(wanted.sum(), [x, routing.weights], retain_graph=True)
+    wanted.sum().backward(inputs=list(whole.parameters()))
+    got = experts(x, routing, shared_by)
+    got.sum().backward()
+    assert torch.allclose(got, wanted, rtol=1e-12, atol=1e-14)
+    for value, grad in zip((x, routing.weights), inputs, strict=True):
+        assert torch.allclose(value.grad, grad, rtol=1e-12, atol=1e-14)
+    for name, weight in experts.named_parameters():
+        total = whole.get_parameter(name).grad
+        dist.all_reduce(total)
+        assert torch.allclose(weight.grad.full_tensor(), total[part], rtol=1e-12, atol=1e-14)
+
+
+def test_experts_may_be_gathered_around_their_forward(ranks):
+    ranks(4, gathered_around_their_forward)

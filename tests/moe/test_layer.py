@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from composable.moe.balance import update_bias
 from composable.moe.config import Balance, Capacity, Exploration, MoEConfig, deepseek_v3, gpt_oss, mixtral, qwen3_moe
+from composable.moe.dispatch import ExpertRanks
 from composable.moe.layer import MoE, TokenInfo
 from tests.moe import slow
 
@@ -165,7 +167,7 @@ def test_a_shared_network_and_its_width_come_together():
 
 def of_ranks(config, cases):
     """Each rank has its rows of the batch and its experts; gradients of the rest are summed."""
-    world, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    world, rank, shared_by = dist.get_world_size(), dist.get_rank(), ExpertRanks(dist.group.WORLD)
     results = []
     for push, recompute, batch in cases:
         moe = pushed(moe_of(config), push)
@@ -175,7 +177,8 @@ def of_ranks(config, cases):
         x, g = (t[rank * batch // world : (rank + 1) * batch // world] for t in inputs(*shape(batch)))
         leaf = x.clone().requires_grad_()
         for _ in range(2):  # accumulated
-            out = checkpoint(moe, leaf, group=group, use_reentrant=False) if recompute else moe(leaf, group=group)
+            forward = partial(moe, ranks=shared_by)
+            out = checkpoint(forward, leaf, use_reentrant=False) if recompute else forward(leaf)
             out.backward(g)
         for name, weight in moe.named_parameters():
             if not name.startswith("experts"):
@@ -235,7 +238,7 @@ def with_stacks_spread_over_a_mesh():
     for name, weight in list(moe.experts.named_parameters()):
         setattr(moe.experts, name, nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)])))
     x, g = (t.chunk(2)[dist.get_rank()] for t in inputs())
-    moe(x, group=mesh.get_group()).backward(g)
+    moe(x, ranks=ExpertRanks(mesh.get_group())).backward(g)
     return {name: weight.grad.full_tensor() for name, weight in moe.experts.named_parameters()}
 
 

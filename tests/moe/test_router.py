@@ -157,7 +157,7 @@ def test_jitter_stays_near_one_and_off_without_a_draw():
         (lambda: MoEConfig(8, 2, shared_gate=True), "moe.shared_ffn"),
         (lambda: MoEConfig(8, 2, scale=0), "positive"),
         (lambda: MoEConfig(8, 2, balance=Balance(bias_rate=0.1)), "set moe.correction"),
-        (lambda: MoEConfig(8, 2, dispatcher="static"), "write all_to_all"),
+        (lambda: MoEConfig(8, 2, dispatcher="ring"), "write one of all_to_all"),
         (lambda: MoEConfig(8, 2, groups=2, exploration=Exploration(expert_dropout=0.1)), "moe.groups 1"),
         (lambda: Balance(switch=-1), "moe.balance.switch"),
         (lambda: Capacity(-1), "dropless"),
