@@ -1,11 +1,40 @@
-"""Hugging Face's config.json <-> ours: tables, no classes.
+"""Hugging Face's config.json <-> ours: tables, and no class per family.
 
-Our modules have the names that Hugging Face gives the same weights, so the families here need no table of names.
+A family holds a configuration if reading what it writes gives the same model; one that no family holds is written in
+our own terms. Names of weights are in `names.py`.
 """
 
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args, get_type_hints
 
 from composable.models.config import DecoderConfig, RopeConfig
+from composable.moe.config import MoEConfig
+
+OWN = "composable"
+"""`model_type` of a configuration that no family holds, and the key under which its config.json keeps our fields"""
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family's config.json tells what ours tells; "moe.x" is a field of `DecoderConfig.moe`."""
+
+    architecture: str
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """ours -> theirs, beyond those of all families"""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """ours -> what every model of the family has"""
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    """theirs -> what its absence means, where that is not our default"""
+    only: Mapping[str, Any] = field(default_factory=dict)
+    """theirs -> the one value that our decoder computes"""
+
+    @property
+    def experts(self) -> bool:
+        """Whether its models have experts."""
+        return any(ours.startswith("moe.") for ours in self.keys)
+
 
 _SAME = {  # ours -> theirs, for every family below
     "vocab_size": "vocab_size",
@@ -37,68 +66,177 @@ _ROPE = {  # scaling -> ours -> theirs
         "attention_factor": "attention_factor",
     },
 }
-_FEATURES = {  # family -> (qk_norm, qkv_bias, output_bias, mlp_bias) that it can hold
-    ("llama", "LlamaForCausalLM"): {(False, bias, bias, mlp) for bias in (False, True) for mlp in (False, True)},
-    ("qwen2", "Qwen2ForCausalLM"): {(False, True, False, False)},
-    ("qwen3", "Qwen3ForCausalLM"): {(True, bias, bias, False) for bias in (False, True)},
+_BIAS = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
+_QWEN_EXPERTS = {
+    "moe.experts": "num_experts",
+    "moe.top_k": "num_experts_per_tok",
+    "moe.ffn": "moe_intermediate_size",
+    "moe.normalise": "norm_topk_prob",
+    "moe.first_dense": "mlp_only_layers",
+}
+_QWEN_ABSENT = {"norm_topk_prob": False, "qkv_bias": True}
+_NO_WINDOW = {"use_sliding_window": False}
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("LlamaForCausalLM", _BIAS | {"mlp_bias": "mlp_bias"}),
+    "qwen2": Family("Qwen2ForCausalLM", fixed={"qkv_bias": True}, only=_NO_WINDOW),
+    "qwen3": Family("Qwen3ForCausalLM", _BIAS, {"qk_norm": True}, only=_NO_WINDOW),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {"moe.experts": "num_local_experts", "moe.top_k": "num_experts_per_tok", "moe.ffn": "intermediate_size"},
+        {"moe.score": "softmax", "moe.normalise": True},
+        only={"sliding_window": None},
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _BIAS | _QWEN_EXPERTS,
+        {"qk_norm": True, "moe.score": "softmax"},
+        _QWEN_ABSENT,
+        _NO_WINDOW | {"decoder_sparse_step": 1},
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        {"qkv_bias": "qkv_bias"} | _QWEN_EXPERTS | {"moe.shared_ffn": "shared_expert_intermediate_size"},
+        {"moe.score": "softmax", "moe.shared_gate": True},
+        _QWEN_ABSENT,
+        _NO_WINDOW | {"decoder_sparse_step": 1},
+    ),
+}
+_OPTIONS = ("balance", "capacity", "exploration", "upcycle", "granularity", "dispatcher")  # of MoEConfig: of training
+_ALSO = {"num_experts": "num_local_experts"}  # theirs -> what transformers 5 calls it in some families
+
+
+def _bottom(layers: list[int]) -> int:
+    if sorted(layers) != list(range(len(layers))):
+        raise ValueError(f"config.json: mlp_only_layers={layers}: the dense layers must be the lowest, [0, 1...]")
+    return len(layers)
+
+
+_THROUGH: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # theirs -> (to theirs, to ours)
+    "mlp_only_layers": (lambda first_dense: list(range(first_dense)), _bottom),
 }
 
 
+def family_of(config: DecoderConfig) -> str:
+    """The `model_type` under which the configuration is saved: `OWN` if no family of Hugging Face's holds it.
+
+    Training options (balance, capacity, exploration, upcycling) have no say.
+    """
+    plain = computed(config)
+    for name, family in FAMILIES.items():
+        if family.experts == (plain.moe is not None) and _holds(family, plain):
+            return name
+    return OWN
+
+
+def has_family(config: DecoderConfig) -> bool:
+    """Whether `transformers`, given what is saved, computes the same: there is no temperature of routers there."""
+    return family_of(config) != OWN and (config.moe is None or config.moe.exploration.temperature_end == 1)
+
+
 def to_hugging_face(config: DecoderConfig, dtype: str = "float32") -> dict[str, Any]:
-    """The content of config.json: what `transformers` needs to build the same model.
+    """The content of config.json: what `transformers` needs to build the same model, or our own fields if it cannot."""
+    name = family_of(config)
+    if name == OWN:
+        return {"model_type": OWN, "torch_dtype": dtype, OWN: dataclasses.asdict(config)}
+    head = {"architectures": [FAMILIES[name].architecture], "model_type": name, "torch_dtype": dtype}
+    balance = {} if config.moe is None else {"router_aux_loss_coef": config.moe.balance.switch}
+    return head | _written(config, FAMILIES[name]) | balance
+
+
+def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
+    """Read the content of a config.json; training options that it does not tell have their defaults.
 
     Raises:
-        ValueError: no family of Hugging Face's has this combination of norms and biases.
+        ValueError: a family that is not in the table, or a model of one that our decoder does not compute.
     """
-    features = (config.qk_norm, config.qkv_bias, config.output_bias, config.mlp_bias)
-    fitting = [family for family, combinations in _FEATURES.items() if features in combinations]
-    if not fitting:
+    name = str(config.get("model_type"))
+    if name == OWN:
+        return _built(DecoderConfig, config[OWN])
+    if name not in FAMILIES:
         raise ValueError(
-            f"no Hugging Face family has qk_norm={config.qk_norm}, qkv_bias={config.qkv_bias}, "
-            f"output_bias={config.output_bias}, mlp_bias={config.mlp_bias} together; Llama has qkv_bias = output_bias, "
-            "Qwen2 qkv_bias alone, Qwen3 qk_norm"
+            f"config.json: model_type {name!r} is not supported; supported are {', '.join([*FAMILIES, OWN])}"
         )
-    family, architecture = fitting[0]
-    out: dict[str, Any] = {
-        "architectures": [architecture],
-        "model_type": family,
-        "torch_dtype": dtype,
-        "hidden_act": "silu",
-    }
-    out |= {theirs: getattr(config, ours) for ours, theirs in _SAME.items()}
-    out |= {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+    return _read(config, FAMILIES[name])
+
+
+def computed(config: DecoderConfig) -> DecoderConfig:
+    """What the outputs are computed with: training options, and fields that have no effect beside others, at their
+    default. (The router's last temperature counts as an option of training.)"""
+    rope = RopeConfig(
+        theta=config.rope.theta,
+        scaling=config.rope.scaling,
+        **{ours: getattr(config.rope, ours) for ours in _ROPE[config.rope.scaling]},
+    )
+    plain = dataclasses.replace(config, rope=rope, init_std=DecoderConfig.init_std, max_length=DecoderConfig.max_length)
+    if config.moe is None:
+        return plain
+    options: dict[str, Any] = {name: getattr(MoEConfig(), name) for name in _OPTIONS}
+    moe = dataclasses.replace(config.moe, **options)
+    if moe.groups == moe.groups_kept:
+        moe = dataclasses.replace(moe, groups=1, groups_kept=1, group_score=MoEConfig.group_score)
+    if moe.score == "topk_softmax":
+        moe = dataclasses.replace(moe, normalise=True)
+    return dataclasses.replace(plain, moe=moe, ffn=config.ffn if moe.first_dense else moe.ffn)
+
+
+def differences(there: DecoderConfig, here: DecoderConfig) -> list[str]:
+    """What makes two models different functions of their weights: each field as it is there and here."""
+    was, now = (_flat(dataclasses.asdict(computed(config))) for config in (there, here))
+    fields = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    return [f"model.{name} is {was.get(name)} there and {now.get(name)} here" for name in fields]
+
+
+def _holds(family: Family, plain: DecoderConfig) -> bool:
+    fixed = all(_get(plain, ours) == value for ours, value in family.fixed.items())
+    return fixed and computed(_read(_written(plain, family), family)) == plain
+
+
+def _get(config: DecoderConfig, ours: str) -> Any:
+    part, _, name = ours.rpartition(".")
+    return getattr(config.moe if part else config, name)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in values.items():
+        out |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return out
+
+
+def _written(config: DecoderConfig, family: Family) -> dict[str, Any]:
+    out: dict[str, Any] = {"hidden_act": "silu"}
+    for ours, theirs in {**_SAME, **family.keys}.items():
+        value = _get(config, ours)
+        out[theirs] = _THROUGH[theirs][0](value) if theirs in _THROUGH else value
     rope = config.rope
     scaling = {theirs: getattr(rope, ours) for ours, theirs in _ROPE[rope.scaling].items()}
     scaling = {key: value for key, value in scaling.items() if value is not None}
-    return out | {
+    return {**out, **family.only} | {
         "rope_theta": rope.theta,
         "rope_scaling": None if rope.scaling == "none" else {"rope_type": rope.scaling, **scaling},
     }
 
 
-def from_hugging_face(config: dict[str, Any]) -> DecoderConfig:
-    """Read the content of a config.json.
-
-    Raises:
-        ValueError: a family that is not in the table.
-    """
-    family = config.get("model_type")
-    known = [name for name, _ in _FEATURES]
-    if family not in known:
-        raise ValueError(f"config.json: model_type {family!r} is not supported; supported are {', '.join(known)}")
-    values = {ours: config[theirs] for ours, theirs in _SAME.items() if theirs in config}
+def _read(config: Mapping[str, Any], family: Family) -> DecoderConfig:
+    for theirs, only in ({"hidden_act": "silu"} | dict(family.only)).items():
+        if config.get(theirs, only) != only:
+            raise ValueError(f"config.json: {theirs}={config[theirs]!r} is not supported; supported is {only!r}")
+    values: dict[str, Any] = {}
+    moe: dict[str, Any] = {}
+    for ours, value in family.fixed.items():
+        (moe if ours.startswith("moe.") else values)[ours.removeprefix("moe.")] = value
+    for ours, theirs in {**_SAME, **family.keys}.items():
+        value = config.get(theirs, config.get(_ALSO.get(theirs, "")))
+        value = family.absent.get(theirs) if value is None else value
+        if value is not None:
+            value = _THROUGH[theirs][1](value) if theirs in _THROUGH else value
+            (moe if ours.startswith("moe.") else values)[ours.removeprefix("moe.")] = value
+    values.setdefault("kv_heads", values["heads"])
     values.setdefault("head_dim", values["dim"] // values["heads"])
-    bias = bool(config.get("attention_bias", False))
-    values |= {
-        "qk_norm": family == "qwen3",
-        "qkv_bias": bias or family == "qwen2",
-        "output_bias": bias and family != "qwen2",
-        "mlp_bias": bool(config.get("mlp_bias", False)),
-    }
-    return DecoderConfig(**values, rope=_rope(config))
+    return DecoderConfig(**values, rope=_rope(config), moe=MoEConfig(**moe) if family.experts else None)
 
 
-def _rope(config: dict[str, Any]) -> RopeConfig:
+def _rope(config: Mapping[str, Any]) -> RopeConfig:
     theirs = config.get("rope_parameters") or config.get("rope_scaling") or {}
     scaling = theirs.get("rope_type", theirs.get("type", "default"))
     scaling = "none" if scaling == "default" else scaling
@@ -109,3 +247,18 @@ def _rope(config: dict[str, Any]) -> RopeConfig:
         values["original_length"] = config["max_position_embeddings"]
     theta = theirs.get("rope_theta", config.get("rope_theta", 10000.0))
     return RopeConfig(**{"theta": float(theta), "scaling": scaling, **values})
+
+
+def _built(kind: type, values: Mapping[str, Any]) -> Any:
+    """The dataclass of `dataclasses.asdict`'s values, those in it included."""
+    hints = get_type_hints(kind)
+    if unknown := sorted(values.keys() - hints.keys()):
+        raise ValueError(
+            f"config.json: {OWN} has {', '.join(unknown)}, of which this version's {kind.__name__} knows nothing; "
+            "update composable"
+        )
+    out = {}
+    for name, value in values.items():
+        inner = [hint for hint in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(hint)]
+        out[name] = _built(inner[0], value) if inner and isinstance(value, Mapping) else value  # type: ignore[arg-type]
+    return kind(**out)
