@@ -10,6 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import torch
+from torch import Tensor
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -72,6 +75,47 @@ class MetricsWriter:
         if self._board is not None:
             self._board.add_text(tag, text)
             self._board.flush()
+
+    def histogram(self, tag: str, counts: Tensor, step: int) -> None:
+        """Show whole numbers 0, 1, ... by how often each came, as a histogram with a bar for each in TensorBoard.
+
+        Args:
+            counts: [N] of the number n at index n, such as the tokens of each expert; integers of 0 or more.
+        """
+        if self._board is None:
+            return
+        bars: list[int] = counts.tolist()
+        there = [n for n, count in enumerate(bars) if count] or [0]
+        self._board.add_histogram_raw(
+            tag,
+            # The bar of n reaches from n - 1/2 to n + 1/2. TensorBoard draws the first and last that are not empty up
+            # to min and max.
+            min=there[0] - 0.5,
+            max=there[-1] + 0.5,
+            num=sum(bars),
+            sum=sum(n * count for n, count in enumerate(bars)),
+            sum_squares=sum(n * n * count for n, count in enumerate(bars)),
+            bucket_limits=[n + 0.5 for n in range(len(bars))],
+            bucket_counts=bars,
+            global_step=step,
+        )
+        self._board.flush()
+
+    def image(self, tag: str, pixels: Tensor, step: int) -> None:
+        """Show a picture in TensorBoard.
+
+        Args:
+            pixels: [3, H, W] uint8, red, green and blue.
+
+        Raises:
+            ValueError: another shape or dtype.
+        """
+        if self._board is None:
+            return
+        if pixels.dim() != 3 or len(pixels) != 3 or pixels.dtype != torch.uint8:
+            raise ValueError(f"picture {tag!r} is {list(pixels.shape)} of {pixels.dtype}; give [3, H, W] of uint8")
+        self._board.add_image(tag, pixels, step)
+        self._board.flush()
 
     def hparams(self, values: Mapping[str, Any], metrics: Iterable[str]) -> None:
         """Enter the run in TensorBoard's table of hyperparameters.

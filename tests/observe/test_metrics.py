@@ -1,8 +1,11 @@
+import io
 import json
 import math
 import warnings
 
 import pytest
+import torch
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from composable.observe.metrics import MetricsWriter, read_metrics, tag
@@ -52,9 +55,45 @@ def test_tensorboard_has_the_same_numbers_under_its_tags(tmp_path):
     assert tag("validation_tokens") == "validation/tokens"
 
 
+@pytest.mark.parametrize(
+    ("counts", "edges", "bars"),
+    [
+        ([5, 0, 7], (-0.5, 2.5), [5, 0, 7]),
+        ([0, 0, 3, 4, 0], (1.5, 3.5), [0, 0, 3, 4, 0]),  # what is drawn ends where the last bar does
+        ([0, 0], (-0.5, 0.5), [0, 0]),
+    ],
+)
+def test_a_histogram_has_a_bar_per_number(tmp_path, counts, edges, bars):
+    writer = MetricsWriter(tmp_path, rank=0)
+    writer.histogram("moe/layer_3/load", torch.tensor(counts), 4)
+    [event] = board(tmp_path).Histograms("moe/layer_3/load")
+    histogram = event.histogram_value
+    assert (event.step, histogram.num) == (4, sum(counts))
+    assert (histogram.min, histogram.max) == edges
+    assert histogram.bucket == bars
+    assert histogram.bucket_limit == [n + 0.5 for n in range(len(counts))]
+    assert histogram.sum == sum(n * count for n, count in enumerate(counts))
+    assert histogram.sum_squares == sum(n * n * count for n, count in enumerate(counts))
+
+
+def test_a_picture_has_the_pixels_that_were_given(tmp_path):
+    writer = MetricsWriter(tmp_path, rank=0)
+    pixels = torch.arange(3 * 2 * 5, dtype=torch.uint8).mul(8).view(3, 2, 5)
+    writer.image("moe/load", pixels, 4)
+    [event] = board(tmp_path).Images("moe/load")
+    assert (event.step, event.height, event.width) == (4, 2, 5)
+    shown = torch.tensor(list(Image.open(io.BytesIO(event.encoded_image_string)).tobytes())).view(2, 5, 3)
+    assert shown.permute(2, 0, 1).tolist() == pixels.tolist()
+    for wrong in (pixels[0], pixels[:2], pixels.float()):
+        with pytest.raises(ValueError, match="moe/load"):
+            writer.image("moe/load", wrong, 5)
+
+
 def test_only_rank_zero_leaves_a_trace(tmp_path):
     writer = MetricsWriter(tmp_path / "run", rank=1)
     writer.write(line(1))
+    writer.histogram("moe/load", torch.ones(2, dtype=torch.int64), 1)
+    writer.image("moe/load", torch.zeros(3, 2, 2, dtype=torch.uint8), 1)
     writer.text("recipe", "text")
     writer.hparams({"lr": 1.0}, [])
     writer.close()
@@ -69,6 +108,9 @@ def test_after_a_resume_each_step_is_logged_once(tmp_path):
     first.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')  # killed in the middle of a line
+    [events] = (tmp_path / "tensorboard").iterdir()
+    # As of an earlier second: TensorBoard reads files by name, which in one second is in order only up to nine writers.
+    events.rename(events.with_name("events.out.tfevents.1000000000.host.1.0"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         second = MetricsWriter(tmp_path, rank=0, resume_step=3)
