@@ -6,7 +6,6 @@ Outermost first, so that the chattiest dimension varies fastest and stays inside
 import contextlib
 import math
 import os
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -109,6 +108,8 @@ class Mesh:
             parameters = (self.pp, self.dp_replicate * self.cp, self.dp_shard, self.tp)
         dense = (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
         expert = (self.pp, self.dp_replicate, self.efsdp, self.ep, self.etp)
+        if replicate:
+            expert = (self.pp, self.dp_replicate * self.efsdp, 1, self.ep, self.etp)
         return MeshViews(
             init_device_mesh(device_type, dense, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp")),
             init_device_mesh(device_type, parameters, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")),
@@ -119,15 +120,14 @@ class Mesh:
         """Which of the `data_ranks` this rank is: the samples that it reads."""
         return rank % self.stage_ranks // (self.cp * self.tp)
 
-    def warn_across_nodes(self, ranks_per_node: int) -> None:
-        """Warn when a tensor or expert group would cross a node: those groups talk inside every layer."""
-        for name, size in (("tp", self.tp), ("ep*etp", self.ep * self.etp)):
-            if size > 1 and (size > ranks_per_node or ranks_per_node % size):
-                warnings.warn(
-                    f"a group of mesh.{name} = {size} ranks crosses nodes of {ranks_per_node} ranks; it talks in every "
-                    f"layer, so choose a divisor of {ranks_per_node}",
-                    stacklevel=2,
-                )
+    def across_nodes(self, ranks_per_node: int) -> list[str]:
+        """Warnings of tensor and expert groups that would cross a node: those talk inside every layer."""
+        return [
+            f"a group of mesh.{name} = {size} ranks crosses nodes of {ranks_per_node} ranks; it talks in every layer, "
+            f"so choose a divisor of {ranks_per_node}"
+            for name, size in (("tp", self.tp), ("ep*etp", self.ep * self.etp))
+            if size > 1 and (size > ranks_per_node or ranks_per_node % size)
+        ]
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class MeshViews:
     parameters: DeviceMesh
     """pp, dp_replicate, fsdp (= dp_shard x cp), tp; cp goes to dp_replicate in plain data parallelism"""
     expert: DeviceMesh
-    """pp, dp_replicate, efsdp, ep, etp"""
+    """pp, dp_replicate, efsdp, ep, etp; efsdp goes to dp_replicate in plain data parallelism"""
 
 
 def _take_what_is_left(mesh: Mesh, world: int) -> Mesh:

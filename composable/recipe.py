@@ -16,6 +16,7 @@ import tyro
 from composable.data.loader import DataConfig, accumulation
 from composable.mesh import Mesh
 from composable.models.config import DecoderConfig
+from composable.observe.routing import RoutingWatch
 from composable.optim import schedules
 from composable.optim.optimizers import OptimizerConfig
 from composable.optim.schedules import ScheduleConfig, scale_learning_rate
@@ -23,6 +24,7 @@ from composable.parallel.architecture import Architecture, decoder_architecture
 from composable.parallel.compose import Shape
 from composable.parallel.config import Parallel, Pipeline
 from composable.parallel.context import check_context
+from composable.parallel.expert import check_experts
 from composable.parallel.tensor import check_tensor
 
 
@@ -63,6 +65,8 @@ class ObserveConfig:
     """steps in the trace"""
     memory_snapshot: int = 0
     """step after which each rank writes what holds its memory; 0: none"""
+    routing: RoutingWatch = field(default_factory=RoutingWatch)
+    """of layers with experts"""
 
 
 @dataclass(frozen=True)
@@ -150,10 +154,9 @@ class Recipe:
             self._check_foreign()
         if self.observe.every < 1:
             raise ValueError(f"observe.every={self.observe.every}: 1 logs every step")
-        if self.mesh.ep > 1 or self.mesh.etp > 1:
-            raise ValueError(f"mesh.ep={self.mesh.ep}: experts are not composed yet; write mesh.ep=1 and mesh.etp=1")
         mesh = self.mesh.resolve(world, replicate=self.parallel.data == "ddp")
         self.parallel.check(mesh, self.model.layers)
+        check_experts(self.model.moe, mesh)
         check_tensor(self.model, mesh.tp, self.data.seq_len // mesh.cp)
         if mesh.cp > 1:
             model = self.model
@@ -213,4 +216,10 @@ def command_line(recipe: Recipe, args: list[str] | None = None) -> Recipe:
     words = sys.argv[1:] if args is None else args
     if {"-h", "--help"} & set(words) and os.environ.get("RANK", "0") != "0":
         raise SystemExit(0)  # once is enough
-    return tyro.cli(Recipe, default=recipe, args=args, description=f"Train {recipe.name}; start it with torchrun.")
+    return tyro.cli(
+        Recipe,
+        default=recipe,
+        args=args,
+        description=f"Train {recipe.name}; start it with torchrun.",
+        config=(tyro.conf.AvoidSubcommands,),
+    )

@@ -19,7 +19,9 @@ from composable.data.loader import DataConfig
 from composable.data.packing import sample_count
 from composable.data.tokens import Tokens, load_tokens
 from composable.models.config import DecoderConfig
-from composable.models.families import from_hugging_face, to_hugging_face
+from composable.models.families import differences, from_hugging_face, to_hugging_face
+from composable.models.names import in_file
+from composable.models.upcycle import upcycle
 from composable.optim.optimizers import optimizer_tensors
 from composable.parallel.compose import Composed
 from composable.parallel.tied import copy_tied_weight
@@ -115,7 +117,8 @@ def save_checkpoint(
         "config.json": json.dumps(config, indent=2) + "\n",
         STATE: json.dumps(facts, indent=2) + "\n",
     }
-    save(folder, model.named, optimizer_tensors(None, optimizer), {**files, **tokenizer_files(corpus.train)})
+    weights, moments = (in_file(each, recipe.model) for each in (model.saved, optimizer_tensors(None, optimizer)))
+    save(folder, weights, moments, {**files, **tokenizer_files(corpus.train)})
     together(None, lambda: prune(root, recipe.checkpoint.keep) if dist.get_rank() == 0 else None)
     return folder
 
@@ -166,20 +169,40 @@ def resume(
                 raise ValueError(
                     f"init_from={recipe.init_from} is not a folder; give a checkpoint or Hugging Face folder"
                 )
-            check_same_model(Path(recipe.init_from), recipe.model)
-            load(Path(recipe.init_from), model.named, allow_cast=True, verify=recipe.checkpoint.verify)
-            copy_tied_weight(model.parts)
-            return TrainState(), [f"weights of {recipe.init_from}, cast to {recipe.dtype} where they differ"]
+            return TrainState(), [start_from(Path(recipe.init_from), recipe, model)]
         return TrainState(), []
     if how == "never":
         raise ValueError(f"checkpoint.resume=never, and {found} is a complete checkpoint; choose another --out")
     folder = Path(found)
     facts = together(None, lambda: json.loads((folder / STATE).read_text()))[dist.get_rank()]
     check_same_run(folder, facts, recipe, corpus)
-    load(folder, model.named, optimizer_tensors(None, optimizer), verify=recipe.checkpoint.verify)
+    weights, moments = (in_file(each, recipe.model) for each in (model.saved, optimizer_tensors(None, optimizer)))
+    load(folder, weights, moments, verify=recipe.checkpoint.verify)
     copy_tied_weight(model.parts)
     state = TrainState(**{field.name: facts[field.name] for field in dataclasses.fields(TrainState)})
     return state, changes_of_course(facts["recipe"], recipe.options())
+
+
+def start_from(folder: Path, recipe: Recipe, model: Composed) -> str:
+    """Fill the model with the weights of another run or publisher, and say what was done; collective over all ranks.
+
+    Raises:
+        ValueError: it is another model.
+    """
+    moe, verify = recipe.model.moe, recipe.checkpoint.verify
+    if moe is not None and moe.upcycle:
+        upcycle(folder, model.saved, recipe.model, recipe.seed, verify=verify)
+        done = f"{moe.experts} experts a layer, each {_share(moe.granularity)} dense one, of {folder}"
+    else:
+        check_same_model(folder, recipe.model)
+        load(folder, in_file(model.saved, recipe.model), allow_cast=True, verify=verify)
+        done = f"weights of {folder}"
+    copy_tied_weight(model.parts)
+    return f"{done}, cast to {recipe.dtype} where they differ"
+
+
+def _share(granularity: int) -> str:
+    return "a copy of the" if granularity == 1 else f"1/{granularity} of the"
 
 
 def changes_of_course(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -205,14 +228,8 @@ def check_same_model(folder: Path, model: DecoderConfig) -> None:
     """
     if not (folder / "config.json").is_file():
         return
-    theirs = dataclasses.asdict(from_hugging_face(json.loads((folder / "config.json").read_text())))
-    ours = dataclasses.asdict(model)
-    different = [
-        f"model.{name} is {theirs[name]} there and {value} here"
-        for name, value in ours.items()
-        if name not in ("init_std", "max_length") and theirs[name] != value
-    ]
-    if different:
+    theirs = from_hugging_face(json.loads((folder / "config.json").read_text()))
+    if different := differences(theirs, model):
         raise ValueError(f"init_from={folder} is another model: {'; '.join(different)}")
 
 

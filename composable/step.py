@@ -54,7 +54,7 @@ def train_step(
 
     Args:
         micro_batches: those of this data rank; as many on every rank.
-        step: its number, for messages.
+        step: its number, from 1.
         lr: learning rate of this step.
         max_norm: gradient norm above which gradients are scaled down; 0 never.
         report: numbers of this rank (as many on every rank) that all ranks get to see.
@@ -63,7 +63,7 @@ def train_step(
         NonFinite: on every rank alike, before the weights are touched.
     """
     counts = _count(model, micro_batches)
-    losses = model.train(micro_batches, counts[0].clamp(min=1)) / model.mesh.copies_of_loss  # [M]
+    losses = model.train(micro_batches, counts[0].clamp(min=1), step) / model.mesh.copies_of_loss  # [M]
     square = squared_norm(model.counted, model.mesh.stage_ranks).to(losses)
     seen = _gather(torch.cat([torch.stack([losses.sum(), square]), torch.tensor(report).to(losses)]))
     total, norm = sum(row[0] for row in seen), sum(row[1] for row in seen) ** 0.5

@@ -21,12 +21,15 @@ from composable.data.loader import accumulation, build_loader, validation_loader
 from composable.data.text import bigram_entropy, load_tokenizer
 from composable.mesh import distributed
 from composable.models.count import count_parameters, flops_per_token
+from composable.models.families import has_family
 from composable.models.generate import generate
+from composable.moe.log import Totals
 from composable.observe.clock import StepClock
 from composable.observe.console import Progress
 from composable.observe.memory import memory_snapshot, peak_memory_gib, record_memory
 from composable.observe.metrics import MetricsWriter
 from composable.observe.profile import trace
+from composable.observe.routing import LoadWindow, RoutingReport, draw, scalars
 from composable.optim.optimizers import build_optimizer
 from composable.optim.schedules import learning_rate
 from composable.parallel.compose import Composed, compose, split
@@ -65,6 +68,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     metrics: MetricsWriter
     progress: Progress
+    loads: LoadWindow
 
 
 def train(recipe: Recipe) -> TrainState:
@@ -75,6 +79,9 @@ def train(recipe: Recipe) -> TrainState:
         NonFinite: a loss or gradient norm that is not finite, on every rank, before weights are touched.
     """
     recipe, remarks = recipe.resolve(int(os.environ.get("WORLD_SIZE", "1")))
+    remarks += recipe.mesh.across_nodes(ranks_per_node())
+    if recipe.foreign is None and not has_family(recipe.model):
+        remarks.append("no model of Hugging Face's computes this; config.json in checkpoints has our own fields")
     if recipe.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -98,7 +105,8 @@ def train(recipe: Recipe) -> TrainState:
         stack.callback(metrics.close)
         metrics.text("recipe", f"```json\n{recipe.to_json()}```")
         metrics.hparams(recipe.options(), ["train/loss", "validation/loss"])
-        run = Run(recipe, device, corpus, model, optimizer, metrics, progress)
+        window = LoadWindow(recipe.observe.routing)
+        run = Run(recipe, device, corpus, model, optimizer, metrics, progress, window)
         state = loop(run, start, stop)
         finish(run, state)
         return state
@@ -114,7 +122,13 @@ def build_model(recipe: Recipe, device: torch.device) -> Composed:
         recipe.shape,
         seed=recipe.seed,
         device=device,
+        ranks_per_node=ranks_per_node(),
     )
+
+
+def ranks_per_node() -> int:
+    """As torchrun says it; 1 without it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def loop(run: Run, state: TrainState, stop: "StopWish") -> TrainState:
@@ -185,8 +199,32 @@ def log(run: Run, result: StepResult, state: TrainState, lr: float, clock: StepC
     if peak is not None:
         needed = flops_per_token(run.recipe.model, run.recipe.data.seq_len)
         values["mfu"] = times.tokens_per_second * needed / (peak * dist.get_world_size())
+    if run.model.routing is not None:
+        values |= log_routing(run, run.model.routing(), state.step)
     run.metrics.write(values)
     run.progress.update(state.step, loss=result.loss, tokens_per_second=times.tokens_per_second)
+
+
+def log_routing(run: Run, totals: Totals, step: int) -> dict[str, float]:
+    """Numbers of the experts since the last line; pictures of them, and warnings when their load collapses."""
+    moe = run.recipe.model.moe
+    assert moe is not None
+    report = RoutingReport(
+        tuple(totals.layers),
+        moe.top_k,
+        totals.chosen.cpu(),
+        totals.executed.cpu(),
+        {name: loss.cpu() for name, loss in totals.losses.items()},
+        moe.balance.losses,
+        totals.bias.cpu() if moe.correction else None,
+    )
+    run.loads.add(report)
+    if run.loads.picture_due:
+        draw(run.metrics, report.chosen, report.layers, step)
+    for warning in run.loads.collapse():
+        run.progress.say(f"step {step}: warning: {warning}")
+    counting = {"moe/count_seconds": totals.count_seconds} if totals.count_seconds else {}
+    return scalars(report, run.loads.executed) | counting
 
 
 def device_peak(recipe: Recipe, device: torch.device) -> float | None:
@@ -252,10 +290,11 @@ def announce(
     """Say what is trained, on what, where; keep the recipe beside the run."""
     model, data, steps = recipe.model, recipe.data, recipe.steps
     count = count_parameters(model)
+    active = "" if count.active == count.total else f", {count.active:,} used by a token"
     lines = [
         f"composable {composable.__version__}: {recipe.name}",
-        f"  model   {count.total:,} parameters ({count.without_embedding:,} without embedding), {model.layers} layers "
-        f"of width {model.dim}, {flops_per_token(model, data.seq_len):,} FLOPs per token",
+        f"  model   {count.total:,} parameters ({count.without_embedding:,} without embedding{active}), {model.layers} "
+        f"layers of width {model.dim}, {flops_per_token(model, data.seq_len):,} FLOPs per token",
         f"  mesh    {recipe.mesh} on {dist.get_world_size()} x {device.type}, {recipe.dtype}, "
         f"{recipe.parallel.data}, accumulation {accumulation(data, recipe.mesh.data_ranks)}",
         f"  data    {data.path}: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out",

@@ -18,6 +18,7 @@ from composable.data.loader import DataConfig, MicroBatch, accumulation
 from composable.mesh import Mesh
 from composable.models.config import DecoderConfig
 from composable.models.loss import IGNORE
+from composable.moe.config import MoEConfig
 from composable.optim.local import local
 from composable.optim.optimizers import build_optimizer
 from composable.parallel.config import Parallel, Pipeline, recompute_every
@@ -51,7 +52,7 @@ class Numbers:
     gradients: list[dict[str, Tensor]]
     """of each step, as the optimizer saw them: summed, and clipped"""
     weights: dict[str, Tensor]
-    """after the last step"""
+    """after the last step, and the buffers"""
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def record(recipe: Recipe, steps: int, silent_ranks: int = 0) -> Numbers | None:
         )
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    weights = _full(dict(model.named))
+    weights = _full(dict(model.saved))
     return Numbers(losses, norms, gradients, weights) if dist.get_rank() == 0 else None
 
 
@@ -196,14 +197,22 @@ def suspects(recipe: Recipe, disagrees: Callable[[Recipe, int], bool]) -> list[s
         dimensions that are wrong alone; if none is, those without which the rest is right; if none, the combination.
     """
     mesh = recipe.mesh
-    wide = [name for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep") if getattr(mesh, name) > 1]
-    alone = [
-        name for name in wide if _runs(recipe, Mesh(**{"dp_shard": 1, name: getattr(mesh, name)}), disagrees) is True
-    ]
+    wide = [name for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp") if getattr(mesh, name) > 1]
+    alone = [name for name in wide if _wrong_alone(recipe, name, getattr(mesh, name), disagrees)]
     if alone or len(wide) == 1:
         return alone or wide
     without = [name for name in wide if _runs(recipe, dataclasses.replace(mesh, **{name: 1}), disagrees) is False]
     return without or [" x ".join(wide)]
+
+
+def _wrong_alone(recipe: Recipe, name: str, degree: int, disagrees: Callable[[Recipe, int], bool]) -> bool:
+    """Whether a dimension disagrees where it is the only one; experts are shared by ranks of another dimension."""
+    carrier = {"ep": "dp_shard", "etp": "tp"}.get(name)
+    without = Mesh(**{"dp_shard": 1, carrier or name: degree})
+    if carrier is None:
+        return _runs(recipe, without, disagrees) is True
+    shared = dataclasses.replace(without, **{name: degree})
+    return _runs(recipe, shared, disagrees) is True and _runs(recipe, without, disagrees) is False
 
 
 def _runs(recipe: Recipe, mesh: Mesh, disagrees: Callable[[Recipe, int], bool]) -> bool | None:
@@ -240,7 +249,10 @@ def shrink(recipe: Recipe, mesh: Mesh) -> Recipe:
         head_dim=head_dim,
         ffn=_smaller(model.ffn, mesh.tp, 24),
         init_std=0.2,
+        moe=None if model.moe is None else _shrunk_experts(model.moe, mesh),
     )
+    if tiny.moe is not None and tiny.moe.first_dense:
+        tiny = dataclasses.replace(tiny, moe=dataclasses.replace(tiny.moe, first_dense=1))
     length = 2 * mesh.cp * mesh.tp
     seq_len = length * max(1, 16 // length)
     micro_batch = min(data.micro_batch, 2)
@@ -259,6 +271,19 @@ def shrink(recipe: Recipe, mesh: Mesh) -> Recipe:
     return dataclasses.replace(recipe, model=tiny, data=data, parallel=parallel)
 
 
+def _shrunk_experts(moe: MoEConfig, mesh: Mesh) -> MoEConfig:
+    """As many experts as the degrees and the router's groups need, and at least 8."""
+    experts = moe.experts
+    while experts % 2 == 0 and experts // 2 >= 8 and (experts // 2) % mesh.ep == (experts // 2) % moe.groups == 0:
+        experts //= 2
+    top_k = min(moe.top_k, experts // 4 or 1)
+    if moe.groups > 1:
+        top_k = min(top_k, experts // moe.groups * moe.groups_kept)
+    return dataclasses.replace(
+        moe, experts=experts, top_k=top_k, ffn=_smaller(moe.ffn, mesh.etp, 8), shared_ffn=min(moe.shared_ffn, 12)
+    )
+
+
 def _smaller(size: int, degree: int, least: int) -> int:
     """A size of at least `least` and at most `size` that `degree` divides exactly if it divides `size`."""
     if size <= least:
@@ -272,7 +297,9 @@ def _smaller(size: int, degree: int, least: int) -> int:
 
 def model_of(config: DecoderConfig) -> str:
     """One line about a model's shape."""
+    moe = config.moe
+    experts = "" if moe is None else f", {moe.experts} experts of {moe.ffn} (top {moe.top_k})"
     return (
         f"{config.layers} layers, width {config.dim}, {config.heads} heads ({config.kv_heads} kv), ffn {config.ffn}, "
-        f"vocabulary {config.vocab_size}"
+        f"vocabulary {config.vocab_size}{experts}"
     )

@@ -53,7 +53,7 @@ def main() -> None:
             valid = torch.tensor(sum(int((b.labels != IGNORE).sum()) for b in micro_batches), device=device)
             dist.all_reduce(valid)
             valid //= mesh.copies_of_batch
-            losses = model.train(micro_batches, valid)  # forward and backward passes
+            losses = model.train(micro_batches, valid, step)  # forward and backward passes
             norm = clip_by_global_norm(
                 model.parameters, recipe.optimizer.max_norm, ranks_per_stage=mesh.stage_ranks, counted=model.counted
             )

@@ -39,8 +39,9 @@ def test_illegal_degrees_are_refused_with_the_rule_and_the_nearest_legal_choice(
 
 
 def test_a_tensor_group_across_nodes_draws_a_warning():
-    with pytest.warns(UserWarning, match=r"mesh.tp = 16 ranks crosses nodes of 8"):
-        Mesh(dp_shard=1, tp=16).warn_across_nodes(8)
+    assert "mesh.tp = 16 ranks crosses nodes of 8" in Mesh(dp_shard=1, tp=16).across_nodes(8)[0]
+    assert Mesh(dp_shard=8, tp=4, ep=2, etp=4).across_nodes(8) == []
+    assert "mesh.ep*etp = 8 ranks crosses nodes of 4" in Mesh(dp_shard=8, ep=8).across_nodes(4)[0]
 
 
 def views_of(mesh):

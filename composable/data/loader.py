@@ -27,7 +27,8 @@ from composable.data.tokens import Tokens
 class MicroBatch(NamedTuple):
     """B samples of S tokens, int64. `positions` and `documents` are None without a document mask.
 
-    `labels` holds -100 where there is no loss; `samples` the index of each row in the data, -1 for padding rows.
+    `labels` holds -100 where there is no loss; `samples` the index of each row in the data, -1 for padding rows. The
+    last four are for layers with experts (`Decoder.token_info`), and are filled in when a model is trained.
     """
 
     tokens: torch.Tensor  # [B, S]
@@ -35,6 +36,16 @@ class MicroBatch(NamedTuple):
     positions: torch.Tensor | None  # [B, S]
     documents: torch.Tensor | None  # [B, S]
     samples: torch.Tensor  # [B]
+    indices: torch.Tensor | None = None  # [B, S]
+    scale: torch.Tensor | None = None  # [B]
+    step: torch.Tensor | None = None  # [B]
+    loads: torch.Tensor | None = None  # [1, L, E]
+
+    @property
+    def told(self) -> dict[str, torch.Tensor]:
+        """What a model is told beside its tokens, by the names of its arguments."""
+        names = ("labels", "positions", "documents", "indices", "scale", "step", "loads")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         """The same on `device`."""

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from composable.moe.config import MoEConfig
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -67,6 +69,8 @@ class DecoderConfig:
     init_std: float = 0.02
     """standard deviation of initial weights; projections back into the residual stream get init_std / sqrt(2 layers)"""
     rope: RopeConfig = field(default_factory=RopeConfig)
+    moe: MoEConfig | None = None
+    """experts in place of SwiGLU, in the layers from `moe.first_dense` on; None: none"""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "max_length"):
@@ -83,3 +87,13 @@ class DecoderConfig:
             raise ValueError(
                 f"model.head_dim={self.head_dim}: rotary embedding turns pairs, so it is even: {self.head_dim + 1}"
             )
+        if self.moe is not None and self.moe.first_dense >= self.layers:
+            raise ValueError(
+                f"model.moe.first_dense={self.moe.first_dense}: the model has {self.layers} layers; write "
+                f"{self.layers - 1} or less"
+            )
+
+    @property
+    def expert_layers(self) -> range:
+        """Global indices of the layers that have experts."""
+        return range(self.layers, self.layers) if self.moe is None else range(self.moe.first_dense, self.layers)

@@ -8,13 +8,14 @@ from composable.models.linear import Linear
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)), of hidden width `ffn` (the configuration's if None)."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, ffn: int | None = None) -> None:
         super().__init__()
-        self.gate_proj = Linear(config.dim, config.ffn, bias=config.mlp_bias)
-        self.up_proj = Linear(config.dim, config.ffn, bias=config.mlp_bias)
-        self.down_proj = Linear(config.ffn, config.dim, bias=config.mlp_bias)
+        ffn = config.ffn if ffn is None else ffn
+        self.gate_proj = Linear(config.dim, ffn, bias=config.mlp_bias)
+        self.up_proj = Linear(config.dim, ffn, bias=config.mlp_bias)
+        self.down_proj = Linear(ffn, config.dim, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]."""

@@ -1,6 +1,6 @@
 """How a model takes part in composition: what `compose` must know of it, as functions over its parts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,8 @@ from composable.models.attention import Method
 from composable.models.config import DecoderConfig
 from composable.models.decoder import Decoder
 from composable.models.init import InitRule, decoder_init
+from composable.moe.config import MoEConfig
+from composable.moe.layer import MoE, Runtime
 from composable.parallel.split import Costs, Stage, costs
 from composable.parallel.tensor import replicated, tensor_parallel
 
@@ -19,12 +21,13 @@ from composable.parallel.tensor import replicated, tensor_parallel
 class Architecture:
     """A model that can be cut, spread and initialised.
 
-    A part is called as `part(x, labels=, positions=, documents=)`: x are tokens [B, S] in the first stage and hidden
-    states after it; the last stage gives the summed loss [], the others hidden states.
+    A part is called as `part(x, labels=, positions=, documents=)`, and one with experts with `indices=, scale=, step=,
+    loads=` too: x are tokens [B, S] in the first stage and hidden states after it; the last stage gives the summed loss
+    [], the others hidden states.
     """
 
-    build: Callable[[Stage, Method], nn.Module]
-    """the part of a stage, with attention by the given method; called on the meta device"""
+    build: Callable[[Stage, Method, Runtime], nn.Module]
+    """the part of a stage, with attention by the given method and experts where they run; called on the meta device"""
     blocks: Callable[[nn.Module], Sequence[nn.Module]]
     """the blocks of a part in order: units of recomputation, compilation and sharding"""
     tensor: Callable[[nn.Module, DeviceMesh], None]
@@ -35,6 +38,10 @@ class Architecture:
     """parameter name -> how it starts"""
     width: int
     """D of the hidden states [B, S, D] between parts"""
+    moe: MoEConfig | None = None
+    """of the layers that have experts"""
+    experts: Callable[[nn.Module], Mapping[int, MoE]] = lambda part: {}
+    """of a part: its layers with experts, by global index"""
     sequence_cut: bool = True
     """hidden states between parts are cut along the sequence over the tensor ranks, [B, S / tp, D]; if not, each rank
     has all of them"""
@@ -51,8 +58,10 @@ def decoder_architecture(config: DecoderConfig, dtype: torch.dtype, loss_chunk: 
         loss_chunk: tokens of which logits exist at once; 0: all.
     """
 
-    def build(stage: Stage, method: Method) -> nn.Module:
-        part = Decoder(config, layers=stage.layers, first=stage.first, last=stage.last, method=method).to(dtype)
+    def build(stage: Stage, method: Method, runtime: Runtime) -> nn.Module:
+        part = Decoder(config, layers=stage.layers, first=stage.first, last=stage.last, method=method, runtime=runtime)
+        for parameter in part.parameters():  # `part.to(dtype)` would round buffers too
+            parameter.data = parameter.data.to(dtype)
         part.loss_chunk = loss_chunk
         return part
 
@@ -64,4 +73,16 @@ def decoder_architecture(config: DecoderConfig, dtype: torch.dtype, loss_chunk: 
         assert isinstance(part, Decoder)
         tensor_parallel(part, mesh)
 
-    return Architecture(build, blocks, tensor, lambda seq_len: costs(config, seq_len), decoder_init(config), config.dim)
+    def experts(part: nn.Module) -> Mapping[int, MoE]:
+        return {module.layer: module for module in part.modules() if isinstance(module, MoE)}
+
+    return Architecture(
+        build,
+        blocks,
+        tensor,
+        lambda seq_len: costs(config, seq_len),
+        decoder_init(config),
+        config.dim,
+        config.moe,
+        experts,
+    )

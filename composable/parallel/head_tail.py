@@ -30,8 +30,13 @@ def shard_sequence(batch: MicroBatch, rank: int, cp: int) -> MicroBatch:
         chunks = x.chunk(2 * cp, dim=1)
         return torch.cat((chunks[rank], chunks[2 * cp - 1 - rank]), dim=1)
 
-    documents = None if batch.documents is None else mine(batch.documents)
-    return MicroBatch(mine(batch.tokens), mine(batch.labels), mine(positions), documents, batch.samples)
+    return batch._replace(
+        tokens=mine(batch.tokens),
+        labels=mine(batch.labels),
+        positions=mine(positions),
+        documents=None if batch.documents is None else mine(batch.documents),
+        indices=None if batch.indices is None else mine(batch.indices),
+    )
 
 
 def check_length(seq_len: int, cp: int) -> None:

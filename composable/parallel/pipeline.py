@@ -57,8 +57,8 @@ def pipelined(
     the other ranks: the sum over the pipeline's ranks is the loss.
 
     Args:
-        parts: this rank's stages, sharded and with their weights. `part(x, labels=, positions=, documents=)` gives the
-            hidden states, and the last one the summed loss [].
+        parts: this rank's stages, sharded and with their weights. `part(x, **micro_batch.told)` gives the hidden
+            states, and the last one the summed loss [].
         stage_indices: which stages they are, ascending; as `split.owners` has it.
         num_stages: of the whole pipeline.
         micro_batches: of one pass; `train` takes a multiple of it, in as many passes.
@@ -208,13 +208,11 @@ def _check(batches: Sequence[MicroBatch], micro_batches: int, border: Border) ->
 def _joined(batches: Sequence[MicroBatch]) -> tuple[Tensor, dict[str, Tensor]]:
     """Tokens [M * B, S], and what every stage is told of them: torch cuts the first dimension into M."""
     shape = batches[0].tokens.shape
-    others = {"labels": torch.cat([batch.labels for batch in batches])}
-    positions = [batch.positions for batch in batches if batch.positions is not None]
-    documents = [batch.documents for batch in batches if batch.documents is not None]
-    if positions:
-        others["positions"] = torch.cat([each.expand(shape) for each in positions])
-    if documents:
-        others["documents"] = torch.cat(documents)
+    told = [batch.told for batch in batches]
+    for each in told:
+        if "positions" in each:
+            each["positions"] = each["positions"].expand(shape)
+    others = {name: torch.cat([each[name] for each in told]) for name in told[0]}
     return torch.cat([batch.tokens for batch in batches]), others
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from composable.models.decoder import Block
+from composable.moe.layer import MoE
 from composable.parallel.config import recompute_every
 
 _KEPT = (  # dear to compute; the rest is element-wise and cheap
@@ -20,6 +22,7 @@ _KEPT = (  # dear to compute; the rest is element-wise and cheap
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
     "composable::onednn_linear",
+    "mkldnn::_linear_pointwise",
 )
 
 
@@ -31,6 +34,9 @@ def _policy(context: object, op: torch._ops.OpOverload, *args: object, **kwargs:
 def recompute(blocks: Sequence[nn.Module], kind: str) -> None:
     """Let the chosen blocks keep only their inputs (or, if selective, also matrix products and attention).
 
+    Of a layer with experts, selective recomputation takes the attention: experts keep little more than their products
+    by themselves, and torch's selection allows no sharded module within (its hooks do other things the second time).
+
     Args:
         blocks: in order; every N-th is chosen, the first included.
         kind: as `Parallel.recompute`.
@@ -38,6 +44,9 @@ def recompute(blocks: Sequence[nn.Module], kind: str) -> None:
     every = recompute_every(kind)
     for block in blocks[::every] if every else ():
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        chosen = block
         if kind == "selective":
             options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-        block.forward = functools.partial(checkpoint, block.forward, **options)
+            if isinstance(block, Block) and isinstance(block.mlp, MoE):
+                chosen = block.self_attn
+        chosen.forward = functools.partial(checkpoint, chosen.forward, **options)

@@ -52,9 +52,10 @@ def costs(config: DecoderConfig, seq_len: int) -> Costs:
     Args:
         seq_len: tokens that a token attends to, as if attention were not causal.
     """
-    block = 6 * block_matrices(config) + 12 * config.heads * config.head_dim * seq_len
+    attention = 12 * config.heads * config.head_dim * seq_len
+    blocks = tuple(6 * block_matrices(config, layer) + attention for layer in range(config.layers))
     head = 6 * config.vocab_size * config.dim + 6 * config.vocab_size
-    return Costs(2 * config.dim, (block,) * config.layers, head)
+    return Costs(2 * config.dim, blocks, head)
 
 
 def owners(schedule: str, pp: int, stages: int) -> tuple[int, ...]:

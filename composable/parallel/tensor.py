@@ -38,13 +38,14 @@ def check_tensor(config: DecoderConfig, tp: int, seq_len: int) -> None:
     Raises:
         ValueError: naming the rule and the nearest right value.
     """
+    ffn = config.ffn if len(config.expert_layers) < config.layers else tp  # experts are not cut by it
     if config.heads % tp:
-        legal = [n for n in range(1, config.heads + 1) if config.heads % n == config.ffn % n == 0]
+        legal = [n for n in range(1, config.heads + 1) if config.heads % n == ffn % n == 0]
         raise ValueError(
             f"model.heads={config.heads} with mesh.tp={tp}: a query head is not cut, so tp must divide the heads; the "
             f"nearest mesh.tp is {min(legal, key=lambda n: abs(n - tp))}"
         )
-    for name, size in (("model.ffn", config.ffn), ("data.seq_len", seq_len)):
+    for name, size in (("model.ffn", ffn), ("data.seq_len", seq_len)):
         if size % tp:
             near = max(tp, round(size / tp) * tp)
             what = "the hidden width" if name == "model.ffn" else "between blocks the sequence"
@@ -74,18 +75,23 @@ def tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     ordered = {"gather": partial(gather_sequence, group=group), "scatter": partial(scatter_sequence, group=group)}
     column = Local(_column, weight=Shard(0), bias=Shard(0))
     keys = column if config.kv_heads % ranks == 0 else Local(partial(_shared_heads, config, mesh))
-    block: dict[str, ParallelStyle] = {
+    attention: dict[str, ParallelStyle] = {
         "self_attn": Local(partial(_before, ordered["gather"])),
         "self_attn.q_proj": column,
         "self_attn.k_proj": keys,
         "self_attn.v_proj": keys,
         "self_attn.o_proj": Local(partial(_row, ordered["scatter"]), weight=Shard(1)),
+    }
+    dense: dict[str, ParallelStyle] = {
         "mlp": Local(partial(_before, stacked["gather"])),
         "mlp.gate_proj": column,
         "mlp.up_proj": column,
         "mlp.down_proj": Local(partial(_row, stacked["scatter"]), weight=Shard(1)),
     }
-    plan: dict[str, ParallelStyle] = {f"model.layers.*.{name}": style for name, style in block.items() if model.blocks}
+    plan: dict[str, ParallelStyle] = {}
+    for layer in model.model.layers:  # experts take a rank's own tokens: parallel/expert.py
+        block = attention if int(layer) in config.expert_layers else attention | dense
+        plan |= {f"model.layers.{layer}.{name}": style for name, style in block.items()}
     if model.model.embed_tokens is not None:
         plan["model.embed_tokens"] = Local(partial(_embedding, config, mesh), weight=Shard(0))
     if model.model.norm is not None:
@@ -97,10 +103,15 @@ def tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 def is_replicated(parameter: Tensor) -> bool:
-    """Whether every tensor rank holds all of it (up to data sharding), with a gradient that is a part of the sum."""
+    """Whether every tensor rank holds all of it (up to data sharding), with a gradient that is a part of the sum.
+
+    Experts are not: to them tensor ranks are data ranks, or hold parts.
+    """
     if not isinstance(parameter, DTensor):
         return True
     names = parameter.device_mesh.mesh_dim_names or ()
+    if {"efsdp", "ep", "etp"} & set(names):
+        return False
     return all(p.is_replicate() for name, p in zip(names, parameter.placements, strict=False) if name == "tp")
 
 
@@ -235,17 +246,26 @@ def _decoder(mesh: DeviceMesh, model: Decoder) -> Forward:
     model.loss = partial(cross_entropy_sum_of_shards, first=first, group=group)
 
     def forward(
-        x: Tensor, labels: Tensor | None = None, positions: Tensor | None = None, documents: Tensor | None = None
+        x: Tensor,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        indices: Tensor | None = None,
+        **told: Tensor | None,
     ) -> Tensor:
         if positions is None:
             positions = torch.arange(x.size(1) * (1 if model.first else ranks), device=x.device)
         length, short = x.size(1), -x.size(1) % ranks if model.first else 0
         if short and (labels is not None or model.model.norm is None):
             raise ValueError(f"a sequence of {length} tokens is not cut in mesh.tp={ranks} equal shards; add {short}")
+        if indices is None and model.config.moe is not None and model.first:
+            indices = torch.arange(x.size(0) * length, device=x.device).view(-1, length)
         if short:  # after the end, where causal attention does not look from before
             x, positions = F.pad(x, (0, short)), F.pad(positions, (0, short))
             documents = None if documents is None else F.pad(documents, (0, short), value=-1)
-        out = whole(x, labels, positions, documents)
+            indices = None if indices is None else F.pad(indices, (0, short), value=-1)
+        mine = None if indices is None else indices.chunk(ranks, 1)[mesh.get_local_rank()]
+        out = whole(x, labels, positions, documents, mine, **told)
         if model.model.norm is None or labels is not None:
             return out
         return whole_logits(out, vocab, group)[:, : length if model.first else None]
