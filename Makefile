@@ -3,10 +3,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 RANKS ?= 2
-OUT ?= runs/dense_debug-$(shell date +%Y%m%d-%H%M%S)
+NAME := dense_debug
+OUT ?= runs/$(NAME)-$(shell date +%Y%m%d-%H%M%S)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test test-all lint format tensorboard clean
+.PHONY: help train train-moe test test-all lint format tensorboard clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -19,7 +20,11 @@ help:  ## this list
 	touch $@
 
 train: .venv/ready  ## train the debug recipe on the text of Python's standard library (RANKS=2, OUT=folder, ARGS=options)
-	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) recipes/dense_debug.py --out $(OUT) $(ARGS)
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) recipes/$(NAME).py --out $(OUT) $(ARGS)
+
+train-moe: NAME := moe_debug
+train-moe: .venv/ready  ## train the debug recipe with experts, shared by the ranks (RANKS=2, OUT=folder, ARGS=options)
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) recipes/$(NAME).py --out $(OUT) --mesh.ep $(RANKS) $(ARGS)
 
 tensorboard: .venv/ready  ## look at all runs in a browser
 	$(BIN)/tensorboard --logdir runs

@@ -16,6 +16,7 @@ import tyro
 from composable.data.loader import DataConfig, accumulation
 from composable.mesh import Mesh
 from composable.models.config import DecoderConfig
+from composable.models.upcycle import check_upcycle
 from composable.observe.routing import RoutingWatch
 from composable.optim import schedules
 from composable.optim.optimizers import OptimizerConfig
@@ -157,6 +158,12 @@ class Recipe:
         mesh = self.mesh.resolve(world, replicate=self.parallel.data == "ddp")
         self.parallel.check(mesh, self.model.layers)
         check_experts(self.model.moe, mesh)
+        if self.model.moe is not None and self.model.moe.upcycle:
+            check_upcycle(self.model)
+            if not self.init_from:
+                raise ValueError(
+                    "model.moe.upcycle starts experts from a dense model: give its checkpoint as --init-from"
+                )
         check_tensor(self.model, mesh.tp, self.data.seq_len // mesh.cp)
         if mesh.cp > 1:
             model = self.model

@@ -21,6 +21,7 @@ from composable.mesh import Mesh
 from composable.models.config import DecoderConfig
 from composable.models.decoder import Decoder
 from composable.models.families import from_hugging_face
+from composable.moe.config import Balance, Capacity, Exploration, MoEConfig
 from composable.observe.metrics import read_metrics
 from composable.optim.optimizers import OptimizerConfig
 from composable.optim.schedules import ScheduleConfig
@@ -32,6 +33,20 @@ from composable.train import train
 from tests.pool import RankError
 
 MODEL = DecoderConfig(vocab_size=256, dim=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, init_std=0.2)
+EXPERTS = dataclasses.replace(
+    MODEL,
+    moe=MoEConfig(
+        experts=8,
+        top_k=2,
+        ffn=8,
+        shared_ffn=12,
+        score="sigmoid",
+        correction=True,
+        balance=Balance(switch=0.05, z=0.001, bias_rate=0.02),
+        capacity=Capacity(1.0, "drop_position"),
+        exploration=Exploration(jitter=0.1),
+    ),
+)
 
 
 @pytest.fixture
@@ -139,6 +154,57 @@ def test_a_run_moves_between_tensor_context_and_pipeline_layouts(ranks, text, tm
         recipe = dataclasses.replace(moving, **changes)
         ranks(world, *((train, recipe) if stop == 18 else (until, recipe, stop)))
     same_runs(tmp_path / "moving", tmp_path / "straight")
+
+
+def test_a_run_with_experts_moves_between_expert_tensor_and_pipeline_layouts(ranks, text, tmp_path):
+    straight = recipe_of(text, tmp_path / "straight", 12, model=EXPERTS)
+    ranks(1, train, straight)
+    moving = dataclasses.replace(straight, out=str(tmp_path / "moving"))
+    for stop, world, changes in (
+        (3, 2, {"mesh": Mesh(ep=2)}),
+        (6, 1, {}),
+        (9, 4, {"mesh": Mesh(tp=2, ep=2, etp=2)}),
+        (12, 4, {"mesh": Mesh(pp=2, ep=2), "parallel": Parallel("zero1"), "pipeline": Pipeline("1F1B")}),
+    ):
+        recipe = dataclasses.replace(moving, **changes)
+        ranks(world, *((train, recipe) if stop == 12 else (until, recipe, stop)))
+        kept = json.loads((latest(tmp_path / "moving" / "checkpoints") / "train_state.json").read_text())
+        assert (kept["step"], kept["layout"]["ep"]) == (stop, recipe.mesh.ep)
+    same_runs(tmp_path / "moving", tmp_path / "straight")
+    for name, values in experts_seen(tmp_path / "straight").items():
+        assert experts_seen(tmp_path / "moving")[name] == pytest.approx(values, rel=1e-9, abs=1e-12), name
+    final = final_tensors(tmp_path / "moving")
+    biases = [final[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"] for layer in range(2)]
+    for bias in biases:  # 12 steps of 0.02 up, down or not at all
+        assert bias.dtype == torch.float32
+        assert bias.any()
+        torch.testing.assert_close((bias / 0.02).round() * 0.02, bias, rtol=0, atol=1e-6)
+    written = json.loads((tmp_path / "moving" / "recipe.json").read_text())
+    assert written["model"]["moe"] == dataclasses.asdict(EXPERTS.moe)
+
+
+def experts_seen(out: Path) -> dict[str, list[float]]:
+    """Everything that metrics.jsonl says of the experts of single steps, by name: a value a line."""
+    steps = lines(out)
+    names = [name for name in steps[0] if name.startswith("moe/") and not name.endswith("dead")]
+    assert names
+    return {name: [line[name] for line in steps] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"capacity": Capacity(1.5, "drop_position")}, r"model.moe was .*'factor': 1.0.* and is .*'factor': 1.5"),
+        ({"correction": False, "balance": Balance()}, "model.moe was"),
+        ({"experts": 4}, "model.moe was"),
+    ],
+)
+def test_a_run_does_not_go_on_with_other_experts(changes, words, ranks, text, tmp_path):
+    recipe = recipe_of(text, tmp_path / "run", 2, model=EXPERTS, mesh=Mesh(ep=2))
+    ranks(2, train, recipe)
+    other = dataclasses.replace(EXPERTS, moe=dataclasses.replace(EXPERTS.moe, **changes))
+    with pytest.raises(RankError, match=words):
+        ranks(2, train, dataclasses.replace(recipe, steps=3, model=other))
 
 
 def same_runs(ours: Path, theirs: Path) -> None:
@@ -322,7 +388,7 @@ def test_a_checkpoint_of_another_run_is_refused_on_every_rank(changes, words, ra
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mesh": Mesh(ep=2)}, "mesh.ep=2: experts are not composed yet"),
+        ({"mesh": Mesh(ep=2)}, "the model has no experts"),
         ({"init_from": "nowhere"}, "init_from=nowhere is not a folder"),
         ({"observe": ObserveConfig(profile=-1)}, "observe.profile=-1"),
         ({"data": DataConfig(seq_len=8, holdout=0.0)}, "validation.every needs data.holdout"),
