@@ -62,6 +62,8 @@ class Runtime:
     """ranks that hold other tokens of the same sequences, as many each: those of context and tensor parallelism"""
     step_group: dist.ProcessGroup | None = None
     """ranks that hold all tokens of a step, if each has one micro-batch of it: for balance of global scope"""
+    side: torch.cuda.Stream | None = None
+    """on which shared experts are computed while tokens travel; None: one after the other"""
     seed: int = 0
     """of exploration"""
     record: Callable[[Routed], None] | None = None
@@ -70,7 +72,8 @@ class Runtime:
     @property
     def groups(self) -> dict[str, Any]:
         """What `MoE.forward` takes of it."""
-        return {"ranks": self.ranks, "batch_group": self.batch_group, "step_group": self.step_group}
+        groups = {"ranks": self.ranks, "batch_group": self.batch_group, "step_group": self.step_group}
+        return groups | {"side": self.side}
 
 
 ALONE = Runtime()
@@ -133,6 +136,7 @@ class MoE(nn.Module):
         ranks: ExpertRanks | None = None,
         batch_group: dist.ProcessGroup | None = None,
         step_group: dist.ProcessGroup | None = None,
+        side: torch.cuda.Stream | None = None,
     ) -> Tensor:
         """x [B, S, D] -> [B, S, D]; collective over all groups.
 
@@ -142,6 +146,7 @@ class MoE(nn.Module):
             batch_group: ranks that hold other tokens of the same B sequences, as many each: those of context and
                 tensor parallelism; None: this one alone.
             step_group: ranks over which choices are counted for balance of global scope, where `info` has no counts.
+            side: a stream for the shared experts; None: the current one.
 
         Raises:
             ValueError: exploration, or capacity over several ranks, without the tokens' index.
@@ -154,12 +159,36 @@ class MoE(nn.Module):
         chosen = route(logits, self.config, bias)
         index, mask = (None if value is None else value.flatten() for value in (info.index, info.mask))
         routing = limit(chosen, logits, self.config, index=index, mask=mask, bias=bias, group=batch_group)
+        shared = self._shared(x, side)
         batch_ranks = 1 if batch_group is None else dist.get_world_size(batch_group)
         out = self.experts(flat, routing, ranks, batch_ranks).view_as(x)
-        if self.shared_experts is not None:
-            shared = self.shared_experts(x)
-            out = out + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * shared)
+        out = out if shared is None else out + shared()
         return self._account(out, logits, chosen, routing, info, batch_group, step_group)
+
+    def _shared(self, x: Tensor, side: torch.cuda.Stream | None) -> Callable[[], Tensor] | None:
+        """Starts the shared experts, beside what follows if there is a stream for them; gives what waits for them."""
+        if self.shared_experts is None:
+            return None
+        if side is None or torch.compiler.is_compiling():  # compiled graphs have one stream
+            out = self._all_tokens(x)
+            return lambda: out
+        current = torch.cuda.current_stream(x.device)
+        side.wait_stream(current)
+        x.record_stream(side)
+        with torch.cuda.stream(side):
+            out = self._all_tokens(x)
+
+        def wait() -> Tensor:
+            current.wait_stream(side)
+            out.record_stream(current)
+            return out
+
+        return wait
+
+    def _all_tokens(self, x: Tensor) -> Tensor:
+        assert self.shared_experts is not None
+        out = self.shared_experts(x)
+        return out if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * out
 
     def _draw(self, info: TokenInfo) -> Draw | None:
         if info.step is None or not self.config.exploration.draws:

@@ -83,7 +83,8 @@ def runtime_of(
         else:
             batch = views.dense.get_group("cp" if mesh.cp > 1 else "tp")
     alone = mesh.pp == 1 and micro_batches == 1 and config.balance.scope == "global"
-    return Runtime(ranks, batch, dist.group.WORLD if alone else None, seed, record)
+    side = torch.cuda.Stream() if views.dense.device_type == "cuda" and config.shared_ffn and ranks else None
+    return Runtime(ranks, batch, dist.group.WORLD if alone else None, side, seed, record)
 
 
 def _node_groups(
