@@ -135,7 +135,7 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
         counts: [..., E] int64 choices of each expert in the whole step, before any drop.
     """
     below = counts.sum(-1, keepdim=True) - counts * counts.size(-1)  # the mean, times E: exact
-    bias.add_(below.sign().to(bias.dtype), alpha=rate)
+    bias.add_(below.sign().to(bias), alpha=rate)
 
 
 @torch.compiler.disable

@@ -1,6 +1,5 @@
 """The one place that knows in which order the parts of parallelism are applied to a model."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,15 +12,14 @@ from composable.data.loader import MicroBatch
 from composable.mesh import Mesh, MeshViews
 from composable.models.attention import LOCAL
 from composable.models.init import materialise
-from composable.moe.balance import update_bias
-from composable.moe.config import MoEConfig
-from composable.moe.layer import ALONE, Runtime
+from composable.moe.layer import ALONE
 from composable.moe.log import RoutingLog, Totals
 from composable.parallel.architecture import Architecture
 from composable.parallel.config import Parallel, Pipeline
 from composable.parallel.context import context_method, shard_sequence
 from composable.parallel.data import begin_micro_batch, reshard, shard_data
 from composable.parallel.expert import expert_parallel, runtime_of
+from composable.parallel.expert_step import ExpertStep
 from composable.parallel.pipeline import Border, Evaluate, Train, pipelined
 from composable.parallel.recompute import recompute
 from composable.parallel.split import Stage, owners, parse_split, split_by_cost
@@ -105,11 +103,21 @@ def compose(
     stages, ranks = split(architecture, mesh, pipeline, shape.seq_len)
     mine = [index for index, rank in enumerate(ranks) if rank == views.parameters.get_local_rank("pp")]
     method = LOCAL if mesh.cp == 1 else context_method(parallel.context, views.dense.get_group("cp"))
-    experts = experts_of(architecture, mesh, views, shape, seed, device, ranks_per_node or mesh.world)
+    log, runtime = _routing_log(architecture, mesh, shape, device), ALONE
+    if architecture.moe is not None and log is not None:
+        runtime = runtime_of(
+            architecture.moe,
+            mesh,
+            views,
+            ranks_per_node=ranks_per_node or mesh.world,
+            micro_batches=shape.micro_batches,
+            seed=seed,
+            record=log.add,
+        )
     parts = []
     for index in mine:
         with torch.device("meta"):
-            part = architecture.build(stages[index], method, experts.runtime if experts else ALONE)
+            part = architecture.build(stages[index], method, runtime)
         if mesh.tp > 1:
             architecture.tensor(part, views.parameters["tp"])
         layers = architecture.experts(part)
@@ -127,62 +135,33 @@ def compose(
     else:
         train, evaluate = partial(_train, parts[0], parallel, device), partial(_evaluate, parts[0], device)
     cut = partial(shard_sequence, rank=views.dense.get_local_rank("cp"), cp=mesh.cp) if mesh.cp > 1 else _whole
-    told = partial(_told, mesh.data_rank(dist.get_rank()), mesh, experts)
+    experts = None
+    if architecture.moe is not None and log is not None:
+        experts = ExpertStep(architecture.moe, mesh, runtime, log, _biases(parts, architecture))
     return Composed(
         tuple(parts),
         mesh,
         device,
-        partial(_step, train, evaluate, told, cut, partial(_finish, parts, architecture, mesh, views), experts),
-        lambda batch: evaluate(cut(told([batch])[0])),
-        partial(_update, parts, architecture, experts),
-        partial(_routing, parts, architecture, experts) if experts else None,
+        partial(_step, train, evaluate, cut, partial(_finish, parts, architecture, mesh, views), experts),
+        lambda batch: evaluate(cut(experts.told([batch])[0] if experts else batch)),
+        partial(_update, parts, experts),
+        experts.totals if experts else None,
     )
 
 
-@dataclass(frozen=True)
-class _Experts:
-    """What the layers with experts share."""
-
-    runtime: Runtime
-    log: RoutingLog
-    config: MoEConfig
-
-    @property
-    def counts_first(self) -> bool:
-        """Whether a step's choices are counted by a forward pass of its own."""
-        return self.config.balance.scope == "global" and self.runtime.step_group is None and self.balances
-
-    @property
-    def balances(self) -> bool:
-        return bool(self.config.balance.losses)
-
-
-def experts_of(
-    architecture: Architecture,
-    mesh: Mesh,
-    views: MeshViews,
-    shape: Shape,
-    seed: int,
-    device: torch.device,
-    ranks_per_node: int,
-) -> _Experts | None:
-    """Groups and log of the layers with experts; None if there are none."""
-    config = architecture.moe
-    if config is None:
+def _routing_log(architecture: Architecture, mesh: Mesh, shape: Shape, device: torch.device) -> RoutingLog | None:
+    if architecture.moe is None:
         return None
-    layers = range(config.first_dense, len(architecture.costs(shape.seq_len).blocks))
+    layers = range(architecture.moe.first_dense, len(architecture.costs(shape.seq_len).blocks))
     owned = dist.get_rank() % mesh.stage_ranks == 0
-    log = RoutingLog(layers, config, device, owned=owned, parts_of_loss=mesh.cp * mesh.tp)
-    runtime = runtime_of(
-        config,
-        mesh,
-        views,
-        ranks_per_node=ranks_per_node,
-        micro_batches=shape.micro_batches,
-        seed=seed,
-        record=log.add,
-    )
-    return _Experts(runtime, log, config)
+    return RoutingLog(layers, architecture.moe, device, owned=owned, parts_of_loss=mesh.cp * mesh.tp)
+
+
+def _biases(parts: Sequence[nn.Module], architecture: Architecture) -> dict[int, Tensor]:
+    """Layer -> its correction bias [E], of the layers on this rank that have one."""
+    gates = {layer: module.gate for part in parts for layer, module in architecture.experts(part).items()}
+    biases = {layer: gate.e_score_correction_bias for layer, gate in gates.items()}
+    return {layer: bias for layer, bias in biases.items() if bias is not None}
 
 
 def split(
@@ -240,63 +219,19 @@ def _pipeline(
 def _step(
     train: Train,
     evaluate: Evaluate,
-    told: Callable[[Sequence[MicroBatch], int | None], list[MicroBatch]],
     cut: Callable[[MicroBatch], MicroBatch],
     finish: Callable[[], None],
-    experts: _Experts | None,
+    experts: ExpertStep | None,
     micro_batches: Sequence[MicroBatch],
     divisor: Tensor,
     step: int,
 ) -> Tensor:
-    batches = [cut(batch) for batch in told(micro_batches, step)]
+    batches = [cut(batch) for batch in (experts.told(micro_batches, step) if experts else micro_batches)]
     if experts:
         experts.log.next_step()
-        if experts.counts_first:
-            batches = _with_loads(evaluate, experts.log, batches)
-    losses = train(batches, divisor)
+    losses = train(experts.with_loads(evaluate, batches) if experts else batches, divisor)
     finish()
     return losses
-
-
-def _with_loads(evaluate: Evaluate, log: RoutingLog, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Micro-batches that know the choices of the whole step: a forward pass without gradients counts them."""
-    start = time.perf_counter()
-
-    def run() -> None:
-        for batch in batches:
-            evaluate(batch._replace(scale=None))
-
-    loads = log.counted(run)[None].cpu()
-    log.count_seconds += time.perf_counter() - start
-    return [batch._replace(loads=loads) for batch in batches]
-
-
-def _told(
-    data_rank: int, mesh: Mesh, experts: _Experts | None, batches: Sequence[MicroBatch], step: int | None = None
-) -> list[MicroBatch]:
-    """Micro-batches with what experts must know: each token's index in the step, and in training the share of tokens.
-
-    The one all-reduce is of the step's tokens, where there are balance losses.
-    """
-    if experts is None:
-        return list(batches)
-    rows = [int((batch.samples >= 0).sum()) for batch in batches]
-    total = torch.tensor(float(sum(rows)))
-    if step is not None and experts.balances:
-        total = total.to(experts.log.device)
-        dist.all_reduce(total)
-        total = total.cpu() / mesh.copies_of_batch
-    out = []
-    for number, (batch, real) in enumerate(zip(batches, rows, strict=True)):
-        b, s = batch.tokens.shape
-        row = torch.arange(b) + (number * mesh.data_ranks + data_rank) * b
-        indices = torch.where(batch.samples[:, None] >= 0, row[:, None] * s + torch.arange(s), -1)
-        batch = batch._replace(indices=indices)
-        if step is not None:
-            share = (real / total.double().clamp(min=1)).expand(b)
-            batch = batch._replace(step=torch.full((b,), step), scale=share if experts.balances else None)
-        out.append(batch)
-    return out
 
 
 def _whole(batch: MicroBatch) -> MicroBatch:
@@ -314,29 +249,11 @@ def _finish(parts: Sequence[nn.Module], architecture: Architecture, mesh: Mesh, 
         sum_tied_gradients(parts, views.parameters.get_group("pp"))
 
 
-def _update(
-    parts: Sequence[nn.Module],
-    architecture: Architecture,
-    experts: _Experts | None,
-    optimizer: torch.optim.Optimizer,
-) -> None:
+def _update(parts: Sequence[nn.Module], experts: ExpertStep | None, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     copy_tied_weight(parts)
-    if experts and experts.config.balance.bias_rate:
-        counts = experts.log.counts()
-        for layer, bias in _biases(parts, architecture).items():
-            update_bias(bias, counts[layer - experts.log.layers.start], experts.config.balance.bias_rate)
-
-
-def _biases(parts: Sequence[nn.Module], architecture: Architecture) -> dict[int, Tensor]:
-    """Layer -> its correction bias [E], of the layers on this rank that have one."""
-    gates = {layer: module.gate for part in parts for layer, module in architecture.experts(part).items()}
-    biases = {layer: gate.e_score_correction_bias for layer, gate in gates.items()}
-    return {layer: bias for layer, bias in biases.items() if bias is not None}
-
-
-def _routing(parts: Sequence[nn.Module], architecture: Architecture, experts: _Experts) -> Totals:
-    return experts.log.totals(_biases(parts, architecture))
+    if experts:
+        experts.update()
 
 
 def _train(
