@@ -138,6 +138,29 @@ class Recipe:
         Raises:
             ValueError: what does not go together, with the rule and the nearest right value.
         """
+        self._check_numbers()
+        mesh = self.mesh.resolve(world, replicate=self.parallel.data == "ddp")
+        self.parallel.check(mesh, self.model.layers)
+        check_experts(self.model.moe, mesh)
+        if self.model.moe is not None and self.model.moe.upcycle:
+            check_upcycle(self.model)
+        check_tensor(self.model, mesh.tp, self.data.seq_len // mesh.cp)
+        if mesh.cp > 1:
+            model = self.model
+            check_context(self.data.seq_len, mesh.cp, mesh.tp, model.heads, model.kv_heads, self.parallel.context)
+        if mesh.pp > 1:
+            accumulation(self.data, mesh.data_ranks, self.pipeline.micro_batches or 1)
+        count = accumulation(self.data, mesh.data_ranks)
+        warnings = self.pipeline.check(
+            mesh.pp, self.pipeline.micro_batches or count, self.model.layers, whole_blocks=self.parallel.whole_blocks
+        )
+        warnings += schedules.check(self.schedule, max(self.steps, 1))
+        if self.data.seq_len > self.model.max_length:
+            warnings.append(f"data.seq_len={self.data.seq_len} is longer than model.max_length={self.model.max_length}")
+        return dataclasses.replace(self, mesh=mesh), warnings
+
+    def _check_numbers(self) -> None:
+        """Refuse what is wrong on any mesh."""
         for name in (
             *("steps", "checkpoint.every", "checkpoint.keep", "validation.every", "validation.steps"),
             *("observe.profile", "observe.profile_steps", "observe.memory_snapshot"),
@@ -151,40 +174,21 @@ class Recipe:
             raise ValueError(f"optimizer.lr={self.optimizer.lr}: a learning rate is not negative")
         if self.validation.every and not self.data.holdout:
             raise ValueError("validation.every needs data.holdout above 0; write validation.every=0 to do without")
-        if self.foreign is not None:
-            self._check_foreign()
         if self.observe.every < 1:
             raise ValueError(f"observe.every={self.observe.every}: 1 logs every step")
-        mesh = self.mesh.resolve(world, replicate=self.parallel.data == "ddp")
-        self.parallel.check(mesh, self.model.layers)
-        check_experts(self.model.moe, mesh)
-        if self.model.moe is not None and self.model.moe.upcycle:
-            check_upcycle(self.model)
-            if not self.init_from:
-                raise ValueError(
-                    "model.moe.upcycle starts experts from a dense model: give its checkpoint as --init-from"
-                )
-        check_tensor(self.model, mesh.tp, self.data.seq_len // mesh.cp)
-        if mesh.cp > 1:
-            model = self.model
-            check_context(self.data.seq_len, mesh.cp, mesh.tp, model.heads, model.kv_heads, self.parallel.context)
-        if mesh.pp > 1:
-            accumulation(self.data, mesh.data_ranks, self.pipeline.micro_batches or 1)
-        count = accumulation(self.data, mesh.data_ranks)
-        warnings = self.pipeline.check(
-            mesh.pp, self.pipeline.micro_batches or count, self.model.layers, whole_blocks=self.parallel.whole_blocks
-        )
         if self.dtype == "float64" and self.parallel.precision != "none":
             raise ValueError("dtype=float64 is for proofs, and parallel.precision casts it away; leave one of them out")
-        warnings += schedules.check(self.schedule, max(self.steps, 1))
-        if self.data.seq_len > self.model.max_length:
-            warnings.append(f"data.seq_len={self.data.seq_len} is longer than model.max_length={self.model.max_length}")
-        return dataclasses.replace(self, mesh=mesh), warnings
+        if self.model.moe is not None and self.model.moe.upcycle and not self.init_from:
+            raise ValueError("model.moe.upcycle starts experts from a dense model: give its checkpoint as --init-from")
+        if self.foreign is not None:
+            self._check_foreign()
 
     def _check_foreign(self) -> None:
         """Refuse options that only our own decoder knows."""
         if self.parallel.loss_chunk:
             raise ValueError("parallel.loss_chunk is our own decoder's; write 0 for a model of another library")
+        if self.model.moe is not None:
+            raise ValueError("model.moe is our own decoder's; leave it out for a model of another library")
         if self.model.kv_heads % max(self.mesh.tp, 1):
             raise ValueError(
                 f"model.kv_heads={self.model.kv_heads} with mesh.tp={self.mesh.tp}: torch's tensor styles share no "

@@ -121,6 +121,7 @@ EIGHT = [
     dict(
         dp_replicate=1, dp_shard=1, cp=1, tp=2, pp=4, ep=2, etp=1, data="zero3", kind="balanced", schedule="DualPipeV"
     ),
+    dict(dp_replicate=1, dp_shard=2, cp=2, tp=2, pp=1, ep=2, etp=2, data="zero3", kind="static", context="all_gather"),
 ]
 
 
