@@ -94,7 +94,7 @@ class Mesh:
                 f"is 1; write mesh.dp_replicate={self.dp_shard}, or choose zero1, zero2 or zero3 to shard"
             )
         mesh = _take_what_is_left(mesh, world)
-        _check_experts(mesh)
+        _check_experts(mesh, replicate)
         return mesh
 
     def views(self, device_type: str, *, replicate: bool = False) -> "MeshViews":
@@ -171,7 +171,7 @@ def _take_what_is_left(mesh: Mesh, world: int) -> Mesh:
     return mesh
 
 
-def _check_experts(mesh: Mesh) -> None:
+def _check_experts(mesh: Mesh, replicate: bool) -> None:
     if mesh.etp not in (1, mesh.tp):
         raise ValueError(
             f"mesh.etp={mesh.etp}: an expert is whole on its rank or split like the dense part: 1 or tp={mesh.tp}"
@@ -183,6 +183,7 @@ def _check_experts(mesh: Mesh) -> None:
         raise ValueError(
             f"mesh.ep={mesh.ep} with etp={mesh.etp}: ep*etp must divide dp_shard*cp*tp = {ranks}, the ranks that share "
             f"a layer's experts; the nearest ep is {_either(near)}"
+            + (" (parallel.data=ddp keeps dp_shard at 1; zero1 shares experts among data ranks)" if replicate else "")
         )
 
 

@@ -4,12 +4,15 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from composable.mesh import Mesh
+from composable.moe.config import Balance, MoEConfig
+from composable.optim.local import local
 from composable.parallel.config import Parallel, Pipeline
 from composable.recipe import Recipe
 from composable.verify import Numbers, compare, record, reference_of, shrink, suspects
@@ -17,6 +20,7 @@ from tests.parity import MODEL, recipe_of
 from tests.test_commands import ROOT, command
 
 FOUR_LAYERS = dataclasses.replace(MODEL, layers=4, heads=4, vocab_size=40)
+EXPERTS = dataclasses.replace(FOUR_LAYERS, moe=MoEConfig(8, 2, 8, balance=Balance(switch=0.1)))
 
 
 def without_tensor_sum() -> None:
@@ -74,6 +78,11 @@ def stale_replica() -> None:
 
 def swapped_shards() -> None:
     """Two ranks that each hold the other's shard of a weight."""
+    swap_local_parts(lambda name, mesh: name.endswith("0.mlp.gate_proj.weight") and mesh.dp_shard > 1)
+
+
+def swap_local_parts(wrong: Callable[[str, Mesh], bool]) -> None:
+    """Ranks in pairs hold each other's part of the chosen weights, once the model is built."""
     from composable import verify
 
     original = verify.build_model
@@ -81,7 +90,7 @@ def swapped_shards() -> None:
     def build(recipe, device):
         model = original(recipe, device)
         for name, parameter in model.named.items():
-            if name.endswith("0.mlp.gate_proj.weight") and recipe.mesh.dp_shard > 1:
+            if wrong(name, recipe.mesh):
                 with torch.no_grad():
                     mine = parameter.to_local()
                     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -90,6 +99,55 @@ def swapped_shards() -> None:
         return model
 
     verify.build_model = build
+
+
+def expert_gradients_scaled() -> None:
+    """Expert gradients as many times too large as there are ranks that share the experts."""
+    from composable.parallel import compose
+
+    original = compose._finish
+
+    def finish(parts, architecture, mesh, views):
+        original(parts, architecture, mesh, views)
+        for part in parts:
+            for name, parameter in part.named_parameters():
+                if ".experts." in name:
+                    local(parameter.grad).mul_(mesh.ep)
+
+    compose._finish = finish
+
+
+def balance_loss_divided_by_ranks() -> None:
+    """Balance losses averaged over data ranks, where the loss of the tokens is a sum."""
+    from composable.parallel.expert_step import ExpertStep
+
+    original = ExpertStep.told
+
+    def told(self, batches, step=None):
+        out = original(self, batches, step)
+        return [b if b.scale is None else b._replace(scale=b.scale / self.mesh.data_ranks) for b in out]
+
+    ExpertStep.told = told
+
+
+def lost_token() -> None:
+    """A dispatch that forgets the last token that arrives, on one of the ranks that share the experts."""
+    from composable.moe.dispatch import AllToAll
+
+    original = AllToAll.to_experts
+
+    def to_experts(self, x):
+        rows = original(self, x)
+        if len(rows) and dist.get_rank(self.group) == 1:
+            rows[-1] = 0
+        return rows
+
+    AllToAll.to_experts = to_experts
+
+
+def swapped_experts() -> None:
+    """Two ranks that each hold the other's experts, as after a wrong reshard."""
+    swap_local_parts(lambda name, mesh: ".layers.1.mlp.experts." in name and mesh.ep > 1)
 
 
 def resharding_under_split_backward() -> None:
@@ -111,6 +169,10 @@ FAULTS = {  # fault -> (mesh, changes, who is to blame)
         {"pipeline": Pipeline("ZBVZeroBubble"), "parallel": Parallel("zero3")},
         ["pp", "dp_shard"],
     ),
+    expert_gradients_scaled: (Mesh(dp_shard=2, ep=2), {"model": EXPERTS}, ["ep"]),
+    balance_loss_divided_by_ranks: (Mesh(dp_shard=2, ep=2), {"model": EXPERTS}, ["dp_shard"]),
+    lost_token: (Mesh(dp_shard=2, tp=2, ep=4), {"model": EXPERTS}, ["ep"]),
+    swapped_experts: (Mesh(dp_shard=2, ep=2), {"model": EXPERTS}, ["ep"]),
 }
 
 

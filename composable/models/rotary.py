@@ -68,5 +68,6 @@ def tables(config: RopeConfig, head_dim: int, positions: Tensor, dtype: torch.dt
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the pairs (i, i + head_dim / 2) of x [B, S, H, head_dim], in the tables' precision; same dtype back."""
-    first, second = x.chunk(2, dim=-1)
+    half = cos.size(-1)  # a plain number to torch.compile, where the width of x may be a symbol that inductor fails on
+    first, second = x.narrow(-1, 0, half), x.narrow(-1, half, half)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

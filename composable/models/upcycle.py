@@ -7,12 +7,12 @@ et al. 2024, arXiv:2410.07524, do). Their rows of the router start equal, so a t
 import dataclasses
 import json
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from composable.checkpoint.load import load
+from composable.checkpoint.remote import Folder, as_folder
 from composable.checkpoint.shards import Box, Piece, pieces_of
 from composable.checkpoint.together import together
 from composable.models.config import DecoderConfig
@@ -30,7 +30,7 @@ _STARTS = (".mlp.gate.bias", ".mlp.gate.e_score_correction_bias")  # not in a de
 
 
 def upcycle(
-    folder: Path, tensors: Mapping[str, Tensor], config: DecoderConfig, seed: int, *, verify: bool = True
+    folder: Folder | str, tensors: Mapping[str, Tensor], config: DecoderConfig, seed: int, *, verify: bool = True
 ) -> None:
     """Fill a model with experts from a dense checkpoint, so that it computes what the dense one does; collective.
 
@@ -47,7 +47,8 @@ def upcycle(
         ValueError: what `check_upcycle` refuses, a dense model of other sizes, or what `load` refuses.
     """
     moe = check_upcycle(config)
-    together(None, lambda: check_dense(Path(folder), config))
+    source = as_folder(folder)
+    together(None, lambda: check_dense(source, config))
     loaded: dict[str, Tensor | Piece] = {}
     stacks: dict[str, Piece] = {}
     for name, tensor in tensors.items():
@@ -62,7 +63,7 @@ def upcycle(
         first = part == 0
         experts = _dense_pieces(stacks, moe, part)
         load(
-            Path(folder),
+            source,
             experts | loaded if first else experts,
             allow_extra=() if first else ("*",),
             allow_cast=True,
@@ -115,7 +116,7 @@ def check_upcycle(config: DecoderConfig) -> MoEConfig:
     return moe
 
 
-def check_dense(folder: Path, config: DecoderConfig) -> None:
+def check_dense(folder: Folder, config: DecoderConfig) -> None:
     """Refuse a folder whose config.json is not that of the dense model; nothing if there is none.
 
     Raises:

@@ -124,8 +124,13 @@ def compose(
         for layer in layers.values():
             expert_parallel(layer.experts, views.expert["ep", "etp"])
         blocks = architecture.blocks(part)
+        # A checkpoint within a graph allows no break, as collectives and experts are: it would silently run uncompiled.
+        # Selective ones must be within, where they see the operators.
+        within = parallel.recompute == "selective"
+        if parallel.compile and not within:
+            compile_blocks(part, blocks)
         recompute(blocks, parallel.recompute)
-        if parallel.compile:
+        if parallel.compile and within:
             compile_blocks(part, blocks)
         shard_data(part, blocks, mesh, views, parallel, [layer.experts for layer in layers.values()])
         materialise(part, torch.device("cpu") if parallel.offload else device, architecture.init, seed)

@@ -9,6 +9,7 @@ from composable.models.init import decoder_init, initialise, materialise
 from composable.models.linear import linear
 from composable.models.loss import IGNORE, cross_entropy_sum
 from composable.models.rotary import inverse_frequencies, tables
+from composable.moe.config import Balance, MoEConfig
 
 SMALL = dict(vocab_size=256, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128)
 DENSE = DecoderConfig(**SMALL)
@@ -17,6 +18,26 @@ KINDS = {
     "tied": DecoderConfig(**SMALL, tied=True),
     "qk_norm": DecoderConfig(**SMALL | {"head_dim": 32}, qk_norm=True),
     "biases": DecoderConfig(**SMALL, qkv_bias=True, output_bias=True, mlp_bias=True),
+}
+
+ROUTED = MoEConfig(experts=8, top_k=2, ffn=32)
+CORRECTED = MoEConfig(8, 2, 32, score="sigmoid", correction=True, balance=Balance(bias_rate=0.001))
+EXPERTS = {
+    "routed": DecoderConfig(**SMALL, moe=ROUTED),
+    "qk_norm": DecoderConfig(**SMALL, qk_norm=True, moe=ROUTED),
+    "tied": DecoderConfig(**SMALL, tied=True, moe=ROUTED),
+    "shared": DecoderConfig(**SMALL, moe=MoEConfig(8, 2, 32, shared_ffn=32)),
+    "gated": DecoderConfig(**SMALL, moe=MoEConfig(8, 2, 32, shared_ffn=48, shared_gate=True)),
+    "router_bias": DecoderConfig(**SMALL, moe=MoEConfig(8, 2, 32, router_bias=True)),
+    "dense first": DecoderConfig(**SMALL, moe=MoEConfig(8, 2, 32, first_dense=1)),
+    "corrected": DecoderConfig(**SMALL, moe=CORRECTED),
+    "all": DecoderConfig(
+        **SMALL | {"layers": 3},
+        tied=True,
+        qkv_bias=True,
+        mlp_bias=True,
+        moe=MoEConfig(8, 2, 32, shared_ffn=48, shared_gate=True, router_bias=True, first_dense=1),
+    ),
 }
 
 
@@ -39,6 +60,32 @@ def test_parameter_count_is_that_of_the_built_model(config):
     assert count.without_embedding == count.total - config.vocab_size * config.dim
 
 
+@pytest.mark.parametrize("config", EXPERTS.values(), ids=EXPERTS)
+def test_parameter_count_with_experts_is_that_of_the_built_model(config):
+    model, count = Decoder(config), count_parameters(config)
+    assert count.total == sum(p.numel() for p in model.parameters())
+    assert count.without_embedding == count.total - config.vocab_size * config.dim
+    stacks = sum(p.numel() for name, p in model.named_parameters() if ".mlp.experts." in name)
+    assert stacks == len(config.expert_layers) * 8 * 3 * 64 * 32
+    assert count.total - count.active == stacks * 6 // 8  # a token leaves out 6 of 8
+
+
+def test_parameter_counts_of_published_shapes_with_experts():
+    assert count_parameters(EXPERTS["qk_norm"]).total == 157056
+    mixtral = DecoderConfig(
+        vocab_size=32000,
+        dim=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        ffn=14336,
+        moe=MoEConfig(8, 2, 14336),
+    )
+    assert count_parameters(mixtral).total == 46_702_792_704
+    assert count_parameters(mixtral).active == 12_879_925_248
+
+
 def test_parameter_counts_of_published_shapes():
     assert count_parameters(DENSE).total == 106816
     assert count_parameters(DecoderConfig(**SMALL | {"layers": 4})).total == 180800
@@ -53,6 +100,16 @@ def test_flops_count_active_matrices_and_whole_attention():
     # 2 layers x (12288 attention + 24576 SwiGLU) + 16384 head = 90112 elements; attention 12 * 2 * 4 * 16 * 128
     assert flops_per_token(DENSE, 128) == 6 * 90112 + 196608
     assert flops_per_token(KINDS["tied"], 128) == flops_per_token(DENSE, 128)
+
+
+def test_flops_of_experts_count_those_that_a_token_goes_to():
+    # 2 layers x (12288 attention + 2 experts x 6144 + 512 router) + 16384 head = 66560; attention as above
+    assert flops_per_token(EXPERTS["routed"], 128) == 595968 == 6 * 66560 + 196608
+    for same in ("tied", "qk_norm", "router_bias", "corrected"):
+        assert flops_per_token(EXPERTS[same], 128) == 595968
+    assert flops_per_token(EXPERTS["shared"], 128) == 595968 + 6 * 2 * 6144
+    assert flops_per_token(EXPERTS["gated"], 128) == 595968 + 6 * 2 * (9216 + 64)
+    assert flops_per_token(EXPERTS["dense first"], 128) == 595968 + 6 * (24576 - 2 * 6144 - 512)
 
 
 @pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
