@@ -4,9 +4,11 @@
 
 First `dense_debug` in bfloat16 on the accelerator against float32 on the CPU, with the same data. Then tokens/s, MFU
 and peak memory of `dense_1b`, and of as many blocks of Llama 3.1 8B's width as fit, for {eager, compile} x {recompute
-none, selective, full}: a line `BENCH {json}` a case, and a table at the end. A case that runs out of memory is
-reported as such, and the rest goes on. Without an accelerator everything runs at a tiny size on the CPU. The exit code
-is 1 if results are not right, or a case failed for another reason than memory or time.
+none, selective, full}. Then the time of a layer with 8 and with 64 experts against that of its grouped matrix products
+alone, dropless and with static shapes, for {eager, compile}, once its results are right too. A line `BENCH {json}` a
+case, and tables at the end. A case that runs out of memory is reported as such, and the rest goes on. Without an
+accelerator everything runs at a tiny size on the CPU. The exit code is 1 if results are not right, or a case failed for
+another reason than memory or time.
 """
 
 import dataclasses
@@ -14,11 +16,13 @@ import gc
 import itertools
 import json
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
+import bench_experts
 import torch
 import tyro
 from bench_step import Options as StepOptions
@@ -40,6 +44,8 @@ from composable.verify import error
 RECIPES = Path(__file__).parent.parent / "recipes"
 TOLERANCE = 1e-2
 """largest relative error of a loss in bfloat16"""
+EXPERTS_TOLERANCE = 2e-2
+"""largest relative error (2-norm) of a tensor that a layer with experts computes in bfloat16"""
 STATE = 16
 """bytes of a parameter in training: float32 weight, gradient and AdamW's two averages"""
 WIDE_8B = DecoderConfig(
@@ -54,7 +60,7 @@ class Options:
     tiny: bool = False
     """tiny sizes, which run anywhere; so it is on a machine without an accelerator"""
     steps: int = 6
-    """measured steps of a case"""
+    """measured steps of a case, or rounds"""
     warmup: int = 3
     """steps before them"""
     minutes: float = 4.5
@@ -65,26 +71,46 @@ class Options:
 
 @dataclass(frozen=True)
 class Case:
-    """One model, compiled or not, with one way of recomputation."""
+    """One thing to measure."""
 
     name: str
-    recipe: Recipe
+    measure: Callable[[], dict[str, float | None]]
+    """gives numbers by name"""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured of a case; None where it was not."""
+    """What was measured of a case."""
 
     name: str
-    tok_s: float | None = None
-    mfu: float | None = None
-    peak_gib: float | None = None
+    numbers: dict[str, float | None] = field(default_factory=dict)
+    """by name; none where there is a note"""
     seconds: float = 0.0
     """that the case took in all, compilation included"""
     note: str = ""
     """why there are no numbers"""
     failed: bool = False
     """for another reason than memory or time"""
+
+    @property
+    def line(self) -> str:
+        """The facts, to be read by a program."""
+        facts = dataclasses.asdict(self)
+        return f"BENCH {json.dumps({'name': facts.pop('name')} | facts.pop('numbers') | facts)}"
+
+
+TRAINING = {"tokens/s": ("tok_s", ",.0f"), "MFU": ("mfu", ".1%"), "peak GiB": ("peak_gib", ".2f")}
+"""column of the table -> (number, its format)"""
+EXPERTS = {
+    "layer ms": ("layer_ms", ".2f"),
+    "experts ms": ("experts_ms", ".2f"),
+    "products ms": ("products_ms", ".2f"),
+    "layer/experts": ("to_experts", ".3f"),
+    "layer/products": ("to_products", ".3f"),
+    "TFLOP/s": ("tflops", ",.0f"),
+    "deviation": ("deviation", ".1e"),
+    "peak GiB": ("peak_gib", ".2f"),
+}
 
 
 def losses(recipe: Recipe, device: torch.device, steps: int) -> list[float]:
@@ -116,11 +142,11 @@ def agreement(device: torch.device, tiny: bool) -> float:
     return max(error(ours, reference) for ours, reference in pairs)
 
 
-def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
+def training_cases(device: torch.device, options: Options) -> Iterator[Case]:
     """Two models times {eager, compile} times {none, selective, full}; the second is left out where no block fits."""
     base = recipe_of(RECIPES / "dense_1b.py")
     wide = dataclasses.replace(WIDE_8B, rope=dataclasses.replace(base.model.rope, factor=8.0))
-    if tiny:
+    if options.tiny:
         models = [
             ("dense_1b", _tiny(base.model), _rows(base, 32, 2)),
             ("8b_width_2_blocks", _tiny(wide), _rows(base, 32, 1)),
@@ -136,7 +162,32 @@ def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
     ):
         parallel = dataclasses.replace(base.parallel, compile=compiled, recompute=recompute)
         label = f"{name} {'compile' if compiled else 'eager'} {recompute}"
-        yield Case(label, dataclasses.replace(base, name=name, model=model, data=data, parallel=parallel))
+        recipe = dataclasses.replace(base, name=name, model=model, data=data, parallel=parallel)
+        yield Case(label, partial(train, recipe, device, options))
+
+
+def train(recipe: Recipe, device: torch.device, options: Options) -> dict[str, float | None]:
+    """Steps of a recipe: tokens/s, MFU and peak memory."""
+    numbers = measure(StepOptions(Path(recipe.name), steps=options.steps, warmup=options.warmup), recipe)
+    return {"tok_s": numbers["tok_s"], "mfu": numbers.get("mfu"), "peak_gib": peak_memory_gib(device)}  # type: ignore[dict-item]
+
+
+def expert_cases(device: torch.device, options: Options) -> Iterator[Case]:
+    """Two layers times {dropless, static} times {eager, compile}."""
+    for case in bench_experts.cases(options.tiny):
+        yield Case(case.name, partial(route_and_multiply, case, device, options))
+
+
+def route_and_multiply(case: bench_experts.Case, device: torch.device, options: Options) -> dict[str, float | None]:
+    """A layer with experts against its products alone, and peak memory of all."""
+    deviation = bench_experts.deviation(case, device, torch.bfloat16)
+    if not deviation <= EXPERTS_TOLERANCE:
+        raise RuntimeError(f"results are not right: {deviation:.1e} off, more than {EXPERTS_TOLERANCE:g}")
+    repeat = 1 if device.type == "cpu" else 5
+    numbers = bench_experts.measure(
+        case, device, torch.bfloat16, rounds=options.steps, warmup=options.warmup, repeat=repeat
+    )
+    return {**numbers, "deviation": deviation, "peak_gib": peak_memory_gib(device)}
 
 
 def blocks_that_fit(config: DecoderConfig, free: int, tokens: int) -> int:
@@ -152,14 +203,13 @@ def blocks_that_fit(config: DecoderConfig, free: int, tokens: int) -> int:
     return max(0, min(config.layers, int((0.9 * free - rest) // block)))
 
 
-def run(case: Case, options: Options, device: torch.device) -> Result:
+def run(case: Case, device: torch.device) -> Result:
     """Measure one case; running out of memory is a result, and so is any other failure of torch's."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
     began = time.monotonic()
     try:
-        numbers = measure(StepOptions(Path(case.recipe.name), steps=options.steps, warmup=options.warmup), case.recipe)
-        result = Result(case.name, numbers["tok_s"], numbers.get("mfu"), peak_memory_gib(device))  # type: ignore[arg-type]
+        result = Result(case.name, case.measure())
     except torch.OutOfMemoryError:
         result = Result(case.name, note="out of memory")
     except RuntimeError as problem:
@@ -177,33 +227,34 @@ def free_memory(device: torch.device) -> None:
         torch.accelerator.empty_cache()
 
 
-def table(results: list[Result]) -> str:
+def table(results: list[Result], columns: dict[str, tuple[str, str]]) -> str:
     """A line a case."""
     width = max(len("case"), *(len(result.name) for result in results))
-    lines = [f"{'case':<{width}}  {'tokens/s':>10}  {'MFU':>6}  {'peak GiB':>8}  {'seconds':>7}"]
+    lines = ["  ".join([f"{'case':<{width}}", *(f"{title:>10}" for title in columns), "   seconds"])]
     for result in results:
-        if result.tok_s is None:
+        if result.note:
             lines.append(f"{result.name:<{width}}  {result.note}")
             continue
-        mfu = "-" if result.mfu is None else f"{result.mfu:.1%}"
-        lines.append(
-            f"{result.name:<{width}}  {result.tok_s:>10,.0f}  {mfu:>6}  {result.peak_gib:>8.2f}  {result.seconds:>7.1f}"
-        )
+        cells = []
+        for title, (key, form) in columns.items():
+            number = result.numbers[key]
+            cells.append(f"{'-' if number is None else format(number, form):>{max(10, len(title))}}")
+        lines.append("  ".join([f"{result.name:<{width}}", *cells, f"{result.seconds:>10.1f}"]))
     return "\n".join(lines)
 
 
-def measured(options: Options, device: torch.device, deadline: float) -> list[Result]:
+def measured(cases: Iterable[Case], options: Options, device: torch.device, deadline: float) -> list[Result]:
     """All cases in turn, as long as there is time: the next is taken to last as long as the longest one so far."""
     results: list[Result] = []
-    for case in cases(device, options.tiny):
+    for case in cases:
         if options.only not in case.name:
             continue
         longest = max((result.seconds for result in results), default=0.0)
         if time.monotonic() + longest > deadline:
             results.append(Result(case.name, note=f"not run: the {options.minutes:g} minutes are over"))
         else:
-            results.append(run(case, options, device))
-        print(f"BENCH {json.dumps(dataclasses.asdict(results[-1]))}", flush=True)
+            results.append(run(case, device))
+        print(results[-1].line, flush=True)
     return results
 
 
@@ -235,10 +286,12 @@ def main() -> None:
         )
         print(f"BENCH {json.dumps({'name': 'dense_debug agreement', 'loss_error': worst, 'right': right})}", flush=True)
         free_memory(device)
-        results = measured(options, device, deadline)
-    if results:
-        print(table(results))
-    if not right or any(result.failed for result in results):
+        training = measured(training_cases(device, options), options, device, deadline)
+        experts = measured(expert_cases(device, options), options, device, deadline)
+    for results, columns in ((training, TRAINING), (experts, EXPERTS)):
+        if results:
+            print(table(results, columns))
+    if not right or any(result.failed for result in training + experts):
         raise SystemExit(1)
 
 

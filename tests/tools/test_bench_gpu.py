@@ -44,20 +44,29 @@ def test_it_runs_at_a_tiny_size_where_there_is_no_accelerator():
     facts = [json.loads(line.removeprefix("BENCH ")) for line in done.stdout.splitlines() if line.startswith("BENCH ")]
     assert facts[0]["right"]
     assert facts[0]["loss_error"] > 0
-    assert [fact["name"].split(" ", 1)[1] for fact in facts[1:]] == ["eager none", "eager selective", "eager full"] * 2
-    assert all(fact["tok_s"] > 0 and fact["peak_gib"] > 0 for fact in facts[1:])
-    assert "case " in done.stdout.splitlines()[-7]
+    training, experts = facts[1:7], facts[7:]
+    assert [fact["name"].split(" ", 1)[1] for fact in training] == ["eager none", "eager selective", "eager full"] * 2
+    assert all(fact["tok_s"] > 0 and fact["peak_gib"] > 0 for fact in training)
+    layers = ("8 top-2 all_to_all", "8 top-2 static", "64 top-8 all_to_all", "64 top-8 static")
+    assert [fact["name"] for fact in experts] == [f"experts {layer} eager" for layer in layers]
+    for fact in experts:
+        assert fact["to_experts"] == pytest.approx(fact["layer_ms"] / fact["experts_ms"])
+        assert fact["to_products"] == pytest.approx(fact["layer_ms"] / fact["products_ms"])
+        assert fact["products_ms"] > 0
+        assert 0 < fact["deviation"] < 2e-2
+    lines = done.stdout.splitlines()
+    assert ["case " in lines[-12], "case " in lines[-5]] == [True, True]
 
 
 def test_both_models_are_measured_in_all_six_ways(bench):
-    names = [case.name for case in bench.cases(torch.device("cpu"), True)]
+    names = [case.name for case in bench.training_cases(torch.device("cpu"), bench.Options(tiny=True))]
     assert len(set(names)) == 12
     assert {name.split(" ", 1)[1] for name in names} == {
         f"{mode} {how}" for mode in ("eager", "compile") for how in ("none", "selective", "full")
     }
 
 
-def failing(case, options, device):
+def failing(*_):
     raise AssertionError
 
 
@@ -72,20 +81,35 @@ def test_a_case_out_of_memory_or_failed_is_reported_and_the_rest_goes_on(bench, 
 
     monkeypatch.setattr(bench, "measure", measure)
     options = bench.Options(tiny=True, only="dense_1b eager")
-    results = bench.measured(options, torch.device("cpu"), deadline=float("inf"))
+    device = torch.device("cpu")
+    results = bench.measured(bench.training_cases(device, options), options, device, deadline=float("inf"))
     assert [result.note for result in results] == ["out of memory", "failed: RuntimeError: first line", ""]
     assert [result.failed for result in results] == [False, True, False]
     assert capsys.readouterr().out.count("BENCH {") == 3
-    lines = bench.table(results).splitlines()
+    lines = bench.table(results, bench.TRAINING).splitlines()
     assert lines[1].endswith("out of memory")
     assert "50.0%" in lines[3]
 
 
 def test_a_case_is_not_begun_when_the_time_is_over(bench, monkeypatch):
     monkeypatch.setattr(bench, "measure", failing)
-    results = bench.measured(bench.Options(tiny=True), torch.device("cpu"), deadline=0.0)
+    device, options = torch.device("cpu"), bench.Options(tiny=True)
+    cases = bench.training_cases(device, options)
+    results = bench.measured(cases, options, device, deadline=0.0)
     assert len(results) == 12
     assert all(result.note == "not run: the 4.5 minutes are over" for result in results)
+
+
+def test_a_layer_with_experts_whose_results_are_wrong_is_a_failure(bench, monkeypatch):
+    def wrong(case, device, dtype):
+        return float("nan")
+
+    monkeypatch.setattr(bench.bench_experts, "deviation", wrong)
+    monkeypatch.setattr(bench.bench_experts, "measure", failing)
+    device, options = torch.device("cpu"), bench.Options(tiny=True)
+    results = bench.measured(bench.expert_cases(device, options), options, device, deadline=float("inf"))
+    assert len(results) == 8
+    assert all(result.failed and "results are not right: nan off" in result.note for result in results)
 
 
 def test_the_blocks_that_fit_are_counted_by_their_bytes(bench):
