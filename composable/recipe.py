@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
+from composable.checkpoint.plan import Writer
+from composable.checkpoint.remote import as_folder, is_url
 from composable.data.loader import DataConfig, accumulation
 from composable.mesh import Mesh
 from composable.models.config import DecoderConfig
@@ -42,6 +44,15 @@ class CheckpointConfig:
     refuse if there is none"""
     verify: bool = True
     """check checksums when resuming"""
+    folder: str = ""
+    """where checkpoints lie, if not in the run folder; may be a URL (s3://bucket/run), which needs the package that
+    fsspec has for its protocol"""
+    writer: Writer = "shared"
+    """shared: all ranks write into common files, the same in every layout; per_rank: each rank writes files of its own,
+    for URLs and file systems without ranged writes"""
+    asynchronous: bool = False
+    """go on training once what is saved is copied to host memory (as large as each rank's share of a checkpoint), and
+    write it in the background"""
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,9 @@ class Recipe:
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """of parameters and computation; float64 is for proofs"""
     init_from: str = ""
-    """checkpoint or Hugging Face folder whose weights the run starts from, with a fresh optimizer"""
+    """checkpoint or Hugging Face folder whose weights the run starts from, with a fresh optimizer; may be a URL"""
+    init_missing: tuple[str, ...] = ()
+    """names of weights, or patterns such as *.q_norm.weight, that init_from may lack: they keep their initial values"""
     deterministic: bool = False
     """only kernels that give the same bits on every run (CPU runs do without it)"""
     mesh: Mesh = field(default_factory=Mesh)
@@ -157,6 +170,11 @@ class Recipe:
         warnings += schedules.check(self.schedule, max(self.steps, 1))
         if self.data.seq_len > self.model.max_length:
             warnings.append(f"data.seq_len={self.data.seq_len} is longer than model.max_length={self.model.max_length}")
+        if self.parallel.compile and self.parallel.recompute == "selective" and mesh.tp * mesh.cp > 1:
+            warnings.append(
+                "parallel.compile with parallel.recompute=selective: what is recomputed exchanges data over the ranks "
+                "of tp and cp, which no one graph holds, so it runs uncompiled; recompute=full compiles it"
+            )
         return dataclasses.replace(self, mesh=mesh), warnings
 
     def _check_numbers(self) -> None:
@@ -170,6 +188,12 @@ class Recipe:
                 value = getattr(value, part)
             if value < 0:
                 raise ValueError(f"{name}={value}: a number of steps or checkpoints is 0 or more")
+        as_folder(self.checkpoint.folder)
+        if is_url(self.checkpoint.folder) and self.checkpoint.writer == "shared":
+            raise ValueError(
+                f"checkpoint.folder={self.checkpoint.folder} is a store, which takes no ranged writes into common "
+                "files; write checkpoint.writer=per_rank"
+            )
         if self.optimizer.lr < 0:
             raise ValueError(f"optimizer.lr={self.optimizer.lr}: a learning rate is not negative")
         if self.validation.every and not self.data.holdout:

@@ -9,23 +9,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import composable
+from composable.checkpoint.background import BackgroundSaver
 from composable.checkpoint.folder import latest, prune, step_folder
 from composable.checkpoint.load import load
+from composable.checkpoint.remote import Folder, as_folder
 from composable.checkpoint.save import save
+from composable.checkpoint.shards import Piece
 from composable.checkpoint.together import together
 from composable.data.loader import DataConfig
 from composable.data.packing import sample_count
 from composable.data.tokens import Tokens, load_tokens
-from composable.models.config import DecoderConfig
-from composable.models.families import differences, from_hugging_face, to_hugging_face
+from composable.models.families import to_hugging_face
 from composable.models.names import in_file
-from composable.models.upcycle import upcycle
 from composable.optim.optimizers import optimizer_tensors
 from composable.parallel.compose import Composed
 from composable.parallel.tied import copy_tied_weight
 from composable.recipe import Recipe
+from composable.start import start_from
 from composable.step import StepResult
 
 STATE = "train_state.json"
@@ -95,11 +98,31 @@ class Corpus:
         return Corpus(train, held_out, tokens.fingerprint())
 
 
+def checkpoints_of(recipe: Recipe) -> Folder:
+    """The folder of a run's checkpoints."""
+    return as_folder(recipe.checkpoint.folder) if recipe.checkpoint.folder else recipe.folder / "checkpoints"
+
+
+def saved_tensors(
+    recipe: Recipe, model: Composed, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor | Piece], dict[str, Tensor | Piece]]:
+    """Weights and optimizer state of this rank under their names in a checkpoint, to be saved or to be filled."""
+    return in_file(model.saved, recipe.model), in_file(optimizer_tensors(None, optimizer), recipe.model)
+
+
 def save_checkpoint(
-    recipe: Recipe, model: Composed, optimizer: torch.optim.Optimizer, state: TrainState, corpus: Corpus
-) -> Path:
-    """Write `checkpoints/step-%08d`, and delete older ones beyond `checkpoint.keep`; collective over all ranks."""
-    root = recipe.folder / "checkpoints"
+    recipe: Recipe,
+    model: Composed,
+    optimizer: torch.optim.Optimizer,
+    state: TrainState,
+    corpus: Corpus,
+    saver: BackgroundSaver | None = None,
+) -> Folder:
+    """Write the step's checkpoint, and delete older ones beyond `checkpoint.keep`; collective over all ranks.
+
+    With a `saver` both happen in the background, in this order, and it tells when they are done or have failed.
+    """
+    root = checkpoints_of(recipe)
     folder = step_folder(root, state.step)
     facts = {
         "version": VERSION,
@@ -117,9 +140,17 @@ def save_checkpoint(
         "config.json": json.dumps(config, indent=2) + "\n",
         STATE: json.dumps(facts, indent=2) + "\n",
     }
-    weights, moments = (in_file(each, recipe.model) for each in (model.saved, optimizer_tensors(None, optimizer)))
-    save(folder, weights, moments, {**files, **tokenizer_files(corpus.train)})
-    together(None, lambda: prune(root, recipe.checkpoint.keep) if dist.get_rank() == 0 else None)
+    weights, moments = saved_tensors(recipe, model, optimizer)
+    files |= tokenizer_files(corpus.train)
+
+    def delete_older() -> None:
+        prune(root, recipe.checkpoint.keep)
+
+    if saver is not None:
+        saver.save(folder, weights, moments, files, writer=recipe.checkpoint.writer, then=delete_older)
+    else:
+        save(folder, weights, moments, files, writer=recipe.checkpoint.writer)
+        together(None, lambda: delete_older() if dist.get_rank() == 0 else None)
     return folder
 
 
@@ -150,7 +181,7 @@ def tokenizer_files(tokens: Tokens) -> dict[str, bytes]:
 def resume(
     recipe: Recipe, model: Composed, optimizer: torch.optim.Optimizer, corpus: Corpus
 ) -> tuple[TrainState, list[str]]:
-    """Fill model and optimizer from the newest complete checkpoint of the run folder; collective over all ranks.
+    """Fill model and optimizer from the run's newest complete checkpoint; collective over all ranks.
 
     Returns:
         the counters of the checkpoint, those of a new run if there is none; and what the recipe changes in a run.
@@ -158,56 +189,38 @@ def resume(
     Raises:
         ValueError: the checkpoint belongs to another model or another data order, or `checkpoint.resume` forbids it.
     """
-    root = recipe.folder / "checkpoints"
+    root = checkpoints_of(recipe)
     found = together(None, lambda: str(latest(root) or "") if dist.get_rank() == 0 else "")[0]
     how = recipe.checkpoint.resume
     if not found:
         if how == "must":
             raise ValueError(f"checkpoint.resume=must, and {root} holds no complete checkpoint; check --out")
         if recipe.init_from:
-            if not Path(recipe.init_from).is_dir():
+            source = as_folder(recipe.init_from)
+            if not source.is_dir():
                 raise ValueError(
                     f"init_from={recipe.init_from} is not a folder; give a checkpoint or Hugging Face folder"
                 )
-            return TrainState(), [start_from(Path(recipe.init_from), recipe, model)]
+            return TrainState(), start_from(source, recipe, model)
         return TrainState(), []
     if how == "never":
         raise ValueError(f"checkpoint.resume=never, and {found} is a complete checkpoint; choose another --out")
-    folder = Path(found)
+    folder = as_folder(found)
     facts = together(None, lambda: json.loads((folder / STATE).read_text()))[dist.get_rank()]
     check_same_run(folder, facts, recipe, corpus)
-    weights, moments = (in_file(each, recipe.model) for each in (model.saved, optimizer_tensors(None, optimizer)))
+    weights, moments = saved_tensors(recipe, model, optimizer)
     load(folder, weights, moments, verify=recipe.checkpoint.verify)
     copy_tied_weight(model.parts)
     state = TrainState(**{field.name: facts[field.name] for field in dataclasses.fields(TrainState)})
     return state, changes_of_course(facts["recipe"], recipe.options())
 
 
-def start_from(folder: Path, recipe: Recipe, model: Composed) -> str:
-    """Fill the model with the weights of another run or publisher, and say what was done; collective over all ranks.
-
-    Raises:
-        ValueError: it is another model.
-    """
-    moe, verify = recipe.model.moe, recipe.checkpoint.verify
-    if moe is not None and moe.upcycle:
-        upcycle(folder, model.saved, recipe.model, recipe.seed, verify=verify)
-        done = f"{moe.experts} experts a layer, each {_share(moe.granularity)} dense one, of {folder}"
-    else:
-        check_same_model(folder, recipe.model)
-        load(folder, in_file(model.saved, recipe.model), allow_cast=True, verify=verify)
-        done = f"weights of {folder}"
-    copy_tied_weight(model.parts)
-    return f"{done}, cast to {recipe.dtype} where they differ"
-
-
-def _share(granularity: int) -> str:
-    return "a copy of the" if granularity == 1 else f"1/{granularity} of the"
-
-
 def changes_of_course(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Fields that change what a resumed run computes from here on: each as it was and is."""
-    free = ("mesh", "parallel", "pipeline", "checkpoint", "observe", "validation", "out", "init_from", "model", "name")
+    free = (
+        *("mesh", "parallel", "pipeline", "checkpoint", "observe", "validation", "out", "model", "name"),
+        *("init_from", "init_missing"),
+    )
     found = []
     for key, value in now.items():
         before = was.get(key, value)
@@ -220,20 +233,7 @@ def changes_of_course(was: Mapping[str, Any], now: Mapping[str, Any], prefix: st
     return found
 
 
-def check_same_model(folder: Path, model: DecoderConfig) -> None:
-    """Refuse weights of a model that computes otherwise, by the config.json beside them; nothing if there is none.
-
-    Raises:
-        ValueError: the fields that differ, what they are there and what they are here.
-    """
-    if not (folder / "config.json").is_file():
-        return
-    theirs = from_hugging_face(json.loads((folder / "config.json").read_text()))
-    if different := differences(theirs, model):
-        raise ValueError(f"init_from={folder} is another model: {'; '.join(different)}")
-
-
-def check_same_run(folder: Path, facts: Mapping[str, Any], recipe: Recipe, corpus: Corpus) -> None:
+def check_same_run(folder: Folder, facts: Mapping[str, Any], recipe: Recipe, corpus: Corpus) -> None:
     """Refuse a checkpoint from which this recipe cannot go on exactly.
 
     Raises:

@@ -5,7 +5,8 @@ import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import composable
+from composable.checkpoint.background import BackgroundSaver
 from composable.checkpoint.folder import locked
 from composable.checkpoint.together import together
 from composable.data.loader import accumulation, build_loader, validation_loader
@@ -37,7 +39,7 @@ from composable.parallel.data import reshard
 from composable.parallel.split import describe
 from composable.plan.devices import peak_flops
 from composable.recipe import Recipe, command_line
-from composable.state import Corpus, TrainState, last_step, resume, save_checkpoint, tokenizer_path
+from composable.state import Corpus, TrainState, last_step, resume, save_checkpoint, saved_tensors, tokenizer_path
 from composable.step import NonFinite, StepResult, evaluate, train_step
 
 BIGRAM_TOKENS = 1 << 26
@@ -69,6 +71,8 @@ class Run:
     metrics: MetricsWriter
     progress: Progress
     loads: LoadWindow
+    saver: BackgroundSaver | None
+    """None: the loop waits until a checkpoint is complete"""
 
 
 def train(recipe: Recipe) -> TrainState:
@@ -77,6 +81,7 @@ def train(recipe: Recipe) -> TrainState:
     Raises:
         ValueError: what does not go together, on every rank.
         NonFinite: a loss or gradient norm that is not finite, on every rank, before weights are touched.
+        OSError: a checkpoint cannot be written, on every rank; in the background, at the step in which that is known.
     """
     recipe, remarks = recipe.resolve(int(os.environ.get("WORLD_SIZE", "1")))
     remarks += recipe.mesh.across_nodes(ranks_per_node())
@@ -106,7 +111,10 @@ def train(recipe: Recipe) -> TrainState:
         metrics.text("recipe", f"```json\n{recipe.to_json()}```")
         metrics.hparams(recipe.options(), ["train/loss", "validation/loss"])
         window = LoadWindow(recipe.observe.routing)
-        run = Run(recipe, device, corpus, model, optimizer, metrics, progress, window)
+        saver = stack.enter_context(BackgroundSaver()) if recipe.checkpoint.asynchronous else None
+        if saver is not None:
+            saver.prepare(*saved_tensors(recipe, model, optimizer), writer=recipe.checkpoint.writer)
+        run = Run(recipe, device, corpus, model, optimizer, metrics, progress, window, saver)
         state = loop(run, start, stop)
         finish(run, state)
         return state
@@ -158,7 +166,7 @@ def loop(run: Run, state: TrainState, stop: "StopWish") -> TrainState:
                 step=step,
                 lr=lr,
                 max_norm=recipe.optimizer.max_norm,
-                report=[stop.here, peak_memory_gib(run.device)],
+                report=[stop.here, peak_memory_gib(run.device), run.saver is not None and run.saver.failed],
             )
             clock.stop(result.tokens)
             state = state.after(result)
@@ -167,16 +175,38 @@ def loop(run: Run, state: TrainState, stop: "StopWish") -> TrainState:
             step_is_over()
             if last or stop.agreed or step % recipe.observe.every == 0:
                 log(run, result, state, lr, clock)
+            saved_in_background(run, step, [row[2] for row in result.reports])
             if validating and (last or step % recipe.validation.every == 0):
                 validation_loss = evaluate(run.model, held_out)
                 run.metrics.write({"step": step, "validation_loss": validation_loss})
                 run.progress.say(f"step {step}: validation loss {validation_loss:.4f}")
             if last or stop.agreed or (recipe.checkpoint.every and step % recipe.checkpoint.every == 0):
-                folder = save_checkpoint(recipe, run.model, run.optimizer, state, run.corpus)
-                run.progress.say(f"step {step}: saved {folder}")
+                clock.saved(save(run, state))
             if step == recipe.observe.memory_snapshot:
                 memory_snapshot(recipe.folder / "memory" / f"step-{step}-rank-{dist.get_rank()}", run.device)
+    if run.saver is not None:
+        run.saver.wait()
+        saved_in_background(run, state.step)
     return state
+
+
+def save(run: Run, state: TrainState) -> float:
+    """Save, in the background if the run has a saver for it; gives the seconds for which that held the loop."""
+    began = time.perf_counter()
+    folder = save_checkpoint(run.recipe, run.model, run.optimizer, state, run.corpus, run.saver)
+    seconds = time.perf_counter() - began
+    how = f"saved {folder}" if run.saver is None else f"copied in {seconds:.3g} s, saving {folder} in the background"
+    run.progress.say(f"step {state.step}: {how}")
+    return seconds
+
+
+def saved_in_background(run: Run, step: int, failed: Sequence[float] = ()) -> None:
+    """Say which checkpoints became complete; stop on every rank if saving failed on any, as `failed` says of each."""
+    if run.saver is None:
+        return
+    for saved in run.saver.take_saved():
+        run.progress.say(f"step {step}: saved {saved.folder}, written in {saved.seconds:.3g} s")
+    run.saver.stop_if_failed(failed)
 
 
 def log(run: Run, result: StepResult, state: TrainState, lr: float, clock: StepClock) -> None:
@@ -193,8 +223,10 @@ def log(run: Run, result: StepResult, state: TrainState, lr: float, clock: StepC
         "tokens_per_second": times.tokens_per_second,
         "step_seconds": times.step_seconds,
         "data_wait": times.data_wait,
-        "memory_gib": max(memory for _, memory in result.reports),
+        "memory_gib": max(row[1] for row in result.reports),
     }
+    if times.save_seconds is not None:
+        values["save_seconds"] = times.save_seconds
     peak = device_peak(run.recipe, run.device)
     if peak is not None:
         needed = flops_per_token(run.recipe.model, run.recipe.data.seq_len)

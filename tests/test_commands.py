@@ -163,9 +163,10 @@ def test_one_dead_rank_ends_the_job_within_seconds(text, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_killed_at_fifty_moments_around_saving_every_restart_ends_right(text, tmp_path):
+@pytest.mark.parametrize("how", ["no-asynchronous", "asynchronous"])
+def test_killed_at_fifty_moments_around_saving_every_restart_ends_right(how, text, tmp_path):
     draw = random.Random(20)
-    base = [*TINY, "--data.path", text, "--checkpoint.every", "1", "--checkpoint.keep", "2"]
+    base = [*TINY, "--data.path", text, "--checkpoint.every", "1", "--checkpoint.keep", "2", f"--checkpoint.{how}"]
     out, reached, kills = tmp_path / "broken", 0, 0
     while kills < 50:
         # A run whose next steps are saved one by one is killed somewhere within them.

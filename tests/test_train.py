@@ -1,10 +1,12 @@
 """A run as a user sees it: its folder, its lines, its resumption on any data layout."""
 
 import dataclasses
+import errno
 import json
 import math
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +120,82 @@ def test_a_run_stopped_by_a_signal_goes_on_to_the_bit(kind, ranks, text, tmp_pat
     same(lines(tmp_path / "broken"), lines(tmp_path / "straight"), 0.0)
     assert [line["step"] for line in validations(tmp_path / "broken")] == [4, 8, 12, 16, 20]
     assert validations(tmp_path / "broken") == validations(tmp_path / "straight")
+
+
+def on_a_disk(recipe: Recipe, seconds: float = 0.0, full: str = "", stop: int = 0) -> tuple[str, str]:
+    """Train where each write takes `seconds`, and rank 1 can write nothing to the folder `full`; what was raised."""
+    real = os.pwrite
+
+    def pwrite(handle, data, offset):
+        time.sleep(seconds)
+        if full and dist.get_rank() == 1 and full in os.readlink(f"/proc/self/fd/{handle}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(handle, data, offset)
+
+    os.pwrite = pwrite
+    try:
+        until(recipe, stop) if stop else train(recipe)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        os.pwrite = real
+    return "", ""
+
+
+def asynchronous(recipe: Recipe) -> Recipe:
+    return dataclasses.replace(recipe, checkpoint=dataclasses.replace(recipe.checkpoint, asynchronous=True))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero3"])
+def test_checkpoints_written_in_the_background_are_those_written_in_the_foreground(kind, ranks, text, tmp_path):
+    front = recipe_of(text, tmp_path / "front", 7, parallel=Parallel(data=kind), checkpoint=CheckpointConfig(2, 0))
+    back = asynchronous(dataclasses.replace(front, out=str(tmp_path / "back")))
+    ranks(2, train, front)
+    assert ranks(2, on_a_disk, back, 0.002) == [("", "")] * 2  # as slow as several steps
+    same(lines(tmp_path / "back"), lines(tmp_path / "front"), 0.0)
+    for out in (tmp_path / "front", tmp_path / "back"):
+        assert [line["step"] for line in lines(out) if line.get("save_seconds", 0) > 0] == [3, 5, 7]
+    for step in (2, 4, 6, 7):
+        ours, theirs = (out / "checkpoints" / f"step-{step:08d}" for out in (tmp_path / "back", tmp_path / "front"))
+        assert is_complete(ours)
+        for file in ("model.safetensors", "optimizer/optimizer.safetensors"):
+            assert (ours / file).read_bytes() == (theirs / file).read_bytes()
+
+
+def test_a_failure_to_write_in_the_background_stops_all_ranks_and_the_run_goes_on_from_before(ranks, text, tmp_path):
+    straight = recipe_of(text, tmp_path / "straight", 9, checkpoint=CheckpointConfig(2, 0))
+    ranks(2, train, straight)
+    broken = asynchronous(dataclasses.replace(straight, out=str(tmp_path / "broken")))
+    errors = ranks(2, on_a_disk, broken, 0.0, "step-00000004")
+    assert errors[0] == errors[1]
+    assert errors[0][0] == "OSError"
+    assert "step-00000004 was not saved in the background: rank 1: " in errors[0][1]
+    assert "No space left on device" in errors[0][1]
+    assert (
+        4 <= lines(tmp_path / "broken")[-1]["step"] <= 6
+    )  # as soon as the loop could know, at the latest when it saves
+    assert latest(tmp_path / "broken" / "checkpoints").name == "step-00000002"
+    ranks(2, train, broken)
+    same_runs(tmp_path / "broken", tmp_path / "straight")
+
+
+def test_a_failure_to_write_the_last_checkpoint_in_the_background_is_the_end_of_the_run(ranks, text, tmp_path):
+    recipe = asynchronous(recipe_of(text, tmp_path / "run", 4, checkpoint=CheckpointConfig(0, 0)))
+    errors = ranks(2, on_a_disk, recipe, 0.0, "step-00000004")
+    assert errors[0] == errors[1]
+    assert "step-00000004 was not saved in the background: rank 1: " in errors[0][1]
+
+
+def test_a_signal_waits_for_the_last_checkpoint_in_the_background_and_old_ones_are_deleted(ranks, text, tmp_path):
+    straight = recipe_of(text, tmp_path / "straight", 12)
+    ranks(1, train, straight)
+    moving = asynchronous(dataclasses.replace(straight, out=str(tmp_path / "moving")))
+    moving = dataclasses.replace(moving, checkpoint=dataclasses.replace(moving.checkpoint, every=1, keep=2))
+    assert ranks(2, on_a_disk, moving, 0.002, "", 7) == [("", "")] * 2
+    kept = sorted(p.name for p in (tmp_path / "moving" / "checkpoints").iterdir() if p.is_dir())
+    assert kept == ["step-00000006", "step-00000007"]
+    ranks(2, train, moving)
+    same_runs(tmp_path / "moving", tmp_path / "straight")
 
 
 def test_a_run_resumes_on_any_number_of_ranks_and_kind_of_data_parallelism(ranks, text, tmp_path):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+
+from composable.checkpoint.remote import Folder, RemotePath
+from composable.checkpoint.shards import Box, full_box
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -38,6 +39,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+PARTS = "composable.parts"  # key of the header's metadata: which entries are parts of tensors, and of which
+FIRST_READ = 1 << 16  # bytes of the first read of a remote file: most headers in one request
 MAX_HEADER = 100_000_000  # the limit of the safetensors library: what exceeds it, no reader opens
 
 
@@ -56,22 +59,57 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Which part of a tensor an entry of a file is: the tensor's name and shape, and the part's first index."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Place:
-    """Where a tensor lies: file name and byte offset of its first element, counted from the start of the file."""
+    """Where an entry lies: file name and byte offset of its first element, counted from the start of the file.
+
+    `spec` is the entry's as it stands in the file; `part` says what it is a part of, if it is no whole tensor.
+    """
 
     file: str
     offset: int
     spec: TensorSpec
+    part: Part | None = None
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        return self.part.name if self.part else self.spec.name
+
+    @property
+    def box(self) -> Box:
+        """The part of the tensor that lies here."""
+        return Box(self.part.offsets, self.spec.shape) if self.part else full_box(self.spec.shape)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a checkpoint: what it is, and the places of its parts, each element in one of them."""
+
+    spec: TensorSpec
+    places: tuple[Place, ...]
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One file to be written: its name, its header (with the length before it), its size, and the tensors' places."""
+    """One file to be written: its name, its header (with the length before it), its size, and its entries' places.
+
+    `writer` is the rank that writes all of it; None: each rank writes what it holds.
+    """
 
     name: str
     header: bytes
     size: int
     places: tuple[Place, ...]
+    writer: int | None = None
 
 
 def check_specs(specs: Iterable[TensorSpec]) -> None:
@@ -95,6 +133,26 @@ def plan_files(specs: Sequence[TensorSpec], max_file_size: int, prefix: str) -> 
     of its own). Within a file tensors of larger items come first, as safetensors' own writer has them, so that each
     lies aligned to its item. One file is called `prefix.safetensors`, several `prefix-00001-of-0000n.safetensors`.
     """
+    groups = _groups(specs, max_file_size)
+    names = _file_names(prefix, len(groups))
+    return [_plan_file(name, group, {}, None) for name, group in zip(names, groups, strict=True)]
+
+
+def plan_rank_files(
+    entries: Sequence[Sequence[TensorSpec]], parts: Mapping[str, Part], max_file_size: int, prefix: str
+) -> list[FilePlan]:
+    """The files that the ranks write on their own: rank r's hold `entries[r]`, none if it has none.
+
+    As `plan_files` for each rank, the files of all ranks numbered together. `parts` says which entries are parts.
+    """
+    groups = [(rank, group) for rank, specs in enumerate(entries) if specs for group in _groups(specs, max_file_size)]
+    if not groups:
+        return plan_files((), max_file_size, prefix)
+    names = _file_names(prefix, len(groups))
+    return [_plan_file(name, group, parts, rank) for name, (rank, group) in zip(names, groups, strict=True)]
+
+
+def _groups(specs: Sequence[TensorSpec], max_file_size: int) -> list[list[TensorSpec]]:
     if max_file_size <= 0:
         raise ValueError(f"max_file_size is {max_file_size}; give a positive number of bytes")
     check_specs(specs)
@@ -106,75 +164,115 @@ def plan_files(specs: Sequence[TensorSpec], max_file_size: int, prefix: str) -> 
             used = 0
         groups[-1].append(spec)
         used += spec.nbytes
-    names = [f"{prefix}-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
-    return [
-        _plan_file(n, g) for n, g in zip(names if len(groups) > 1 else [f"{prefix}.safetensors"], groups, strict=True)
-    ]
+    return groups
 
 
-def _plan_file(name: str, specs: Sequence[TensorSpec]) -> FilePlan:
+def _file_names(prefix: str, count: int) -> list[str]:
+    if count == 1:
+        return [f"{prefix}.safetensors"]
+    return [f"{prefix}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def _plan_file(name: str, specs: Sequence[TensorSpec], parts: Mapping[str, Part], writer: int | None) -> FilePlan:
     ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
-    header = encode_header(ordered)
+    header = encode_header(ordered, parts)
     places, offset = [], len(header)
     for spec in ordered:
-        places.append(Place(name, offset, spec))
+        places.append(Place(name, offset, spec, parts.get(spec.name)))
         offset += spec.nbytes
-    return FilePlan(name, header, offset, tuple(places))
+    return FilePlan(name, header, offset, tuple(places), writer)
 
 
-def encode_header(specs: Sequence[TensorSpec]) -> bytes:
-    """Length and JSON header of a file that holds `specs` in this order, padded with spaces to 8 bytes."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def encode_header(specs: Sequence[TensorSpec], parts: Mapping[str, Part] | None = None) -> bytes:
+    """Length and JSON header of a file that holds `specs` in this order, padded with spaces to 8 bytes.
+
+    `parts`: entries that are no whole tensors; the header's metadata says what they are parts of.
+    """
+    here = {spec.name: _part_values(spec, parts[spec.name]) for spec in specs if parts and spec.name in parts}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"} | ({PARTS: _json(here)} if here else {})}
     offset = 0
     for spec in specs:
-        shape = list(spec.shape)
-        if spec.dtype == torch.float4_e2m1fn_x2:
-            shape[-1] *= 2  # torch counts pairs, the format counts values
         entries[spec.name] = {
             "dtype": NAMES[spec.dtype],
-            "shape": shape,
+            "shape": _in_values(spec.dtype, spec.shape),
             "data_offsets": [offset, offset + spec.nbytes],
         }
         offset += spec.nbytes
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text = _json(entries).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
         raise ValueError(f"a header of {len(text)} bytes for {len(specs)} tensors; choose a smaller max_file_size")
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(path: Path, name: str) -> dict[str, Place]:
-    """The places of all tensors of one safetensors file, under `name` as its file name.
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def _in_values(dtype: torch.dtype, indices: Sequence[int]) -> list[int]:
+    """A shape or index as the format has it: torch counts pairs of 4-bit values, the format counts values."""
+    pairs = dtype == torch.float4_e2m1fn_x2
+    return [*indices[:-1], indices[-1] * 2] if pairs else list(indices)
+
+
+def _in_items(dtype: torch.dtype, indices: Sequence[int]) -> tuple[int, ...]:
+    """A shape or index as torch has it."""
+    pairs = dtype == torch.float4_e2m1fn_x2
+    return (*indices[:-1], indices[-1] // 2) if pairs else tuple(indices)
+
+
+def _part_values(spec: TensorSpec, part: Part) -> dict[str, object]:
+    shape, offsets = (_in_values(spec.dtype, indices) for indices in (part.shape, part.offsets))
+    return {"name": part.name, "shape": shape, "offsets": offsets}
+
+
+def read_header(path: Folder, name: str) -> dict[str, Place]:
+    """The places of all entries of one safetensors file, under `name` as its file name.
 
     Raises ValueError that names the file if it is truncated, or its header is not one of safetensors.
     """
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER):
-            raise ValueError(f"{path}: {size} bytes do not hold the header that a safetensors file starts with")
-        try:
-            return decode_header(file.read(length), name, size)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: {error}") from error
+    size, header = read_head(path)
+    try:
+        return decode_header(header[8:], name, size)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_head(path: Folder) -> tuple[int, bytes]:
+    """Size of a safetensors file, and its header with the length before it; ValueError if the file cannot hold it."""
+    if isinstance(path, RemotePath):
+        size, head = path.size(), path.read_bytes(0, FIRST_READ)
+        length = int.from_bytes(head[:8], "little")
+        if FIRST_READ < 8 + length <= min(size, MAX_HEADER):
+            head += path.read_bytes(FIRST_READ, 8 + length)
+        head = head[: 8 + length]
+    else:
+        with open(path, "rb") as file:
+            size, head = path.stat().st_size, file.read(8)
+            length = int.from_bytes(head, "little")
+            head += file.read(min(length, MAX_HEADER, size))
+    if size < 8 or length > min(size - 8, MAX_HEADER) or len(head) != 8 + length:
+        raise ValueError(f"{path}: {size} bytes do not hold the header that a safetensors file starts with")
+    return size, head
 
 
 def decode_header(text: bytes, file: str, file_size: int) -> dict[str, Place]:
     """The places that a JSON header (without the length before it) gives in a file of `file_size` bytes."""
     places, end = {}, 0
-    for name, entry in json.loads(text, object_pairs_hook=_no_duplicates).items():
-        if name == "__metadata__":
-            continue
+    entries = json.loads(text, object_pairs_hook=_no_duplicates)
+    parts = json.loads(entries.pop("__metadata__", {}).get(PARTS, "{}"))
+    if unknown := sorted(parts.keys() - entries.keys()):
+        raise ValueError(f"{PARTS} tells of {', '.join(unknown)}, which the file does not hold")
+    for name, entry in entries.items():
         if entry["dtype"] not in DTYPES:
             raise ValueError(f"tensor {name} has the dtype {entry['dtype']}, which torch does not have")
-        dtype, shape = DTYPES[entry["dtype"]], list(entry["shape"])
-        if dtype == torch.float4_e2m1fn_x2:
-            shape[-1] //= 2
-        spec = TensorSpec(name, dtype, tuple(shape))
+        dtype = DTYPES[entry["dtype"]]
+        spec = TensorSpec(name, dtype, _in_items(dtype, entry["shape"]))
         start, stop = entry["data_offsets"]
         if start < 0 or stop - start != spec.nbytes:
             raise ValueError(f"tensor {name} of shape {spec.shape}, {dtype} cannot lie at bytes {start} to {stop}")
-        places[name] = Place(file, 8 + len(text) + start, spec)
+        part = _part(spec, parts[name]) if name in parts else None
+        places[name] = Place(file, 8 + len(text) + start, spec, part)
         end = max(end, stop)
     if file_size != 8 + len(text) + end:
         raise ValueError(
@@ -182,6 +280,13 @@ def decode_header(text: bytes, file: str, file_size: int) -> dict[str, Place]:
             "whole: copy it again or use another checkpoint"
         )
     return places
+
+
+def _part(spec: TensorSpec, values: Mapping[str, object]) -> Part:
+    shape, offsets = (_in_items(spec.dtype, values[key]) for key in ("shape", "offsets"))  # type: ignore[arg-type]
+    if len(shape) != len(spec.shape) or not full_box(shape).contains(Box(offsets, spec.shape)):
+        raise ValueError(f"{spec.name} of shape {spec.shape} cannot lie at {offsets} in a tensor of shape {shape}")
+    return Part(str(values["name"]), shape, offsets)
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:

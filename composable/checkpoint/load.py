@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 import fnmatch
-import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from composable.checkpoint import folder as folders
-from composable.checkpoint.format import Place, read_header
+from composable.checkpoint.format import Place, Stored
+from composable.checkpoint.listing import Listing, list_folder
 from composable.checkpoint.owners import LARGE, least_loaded
-from composable.checkpoint.plan import SECTIONS, Table, table_of
+from composable.checkpoint.plan import Table, table_of
+from composable.checkpoint.remote import Folder, as_folder
 from composable.checkpoint.shards import Box, Piece, chunk_boxes, pieces_of
-from composable.checkpoint.storage import File, naming, opened_files
+from composable.checkpoint.storage import Readable, naming, opened_files
 from composable.checkpoint.together import rank_of, together
 from composable.checkpoint.transfer import hash_file, hash_memory, read_box, run_all
 
 
-@dataclass(frozen=True)
-class Listing:
-    """What a folder holds: section (`weights`, `optimizer`) -> tensor name -> place, and the manifest if it has one.
-
-    A place's file is relative to the folder.
-    """
-
-    places: Mapping[str, Mapping[str, Place]]
-    manifest: folders.Manifest | None
-
-
 def load(
-    folder: Path,
+    folder: Folder | str,
     weights: Mapping[str, Tensor | Piece],
     optimizer: Mapping[str, Tensor | Piece] | None = None,
     *,
@@ -46,7 +33,7 @@ def load(
     verify: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Fill the given tensors in place from a checkpoint or any safetensors folder; collective like `save`.
+    """Fill the given tensors in place from a checkpoint or any safetensors folder, or the URL of one; collective.
 
     Each rank gives the tensors that it holds (plain, DTensor or `Piece`; any layout, any strides, any device). Without
     `optimizer` the optimizer's files are not looked at. All ranks together must ask for exactly the names in the
@@ -59,7 +46,7 @@ def load(
     missing and extra names, shapes that differ, a cast that loses values, a checksum that does not match (the tensors
     are filled by then). FileNotFoundError where the folder holds no safetensors at all.
     """
-    folder = Path(folder)
+    folder = as_folder(folder)
     pieces: dict[str, dict[str, Piece]] = {}
     listings: list[Listing] = []
 
@@ -78,11 +65,13 @@ def load(
         _check(folder, listing, tables, missing, extra, allow_cast)
         sharing = _sharing(tables, rank_of(group))
         tasks = [
-            (place, piece, box, sharing[section, name][1] > 1)
+            (place, target, box, sharing[section, name][1] > 1)
             for section, tensors in pieces.items()
             for name, piece in tensors.items()
-            if (place := listing.places[section].get(name))
-            for box in chunk_boxes(piece.box, piece.local.element_size(), LARGE)
+            if name in listing.tensors[section]
+            for place in listing.tensors[section][name].places
+            for target in _targets(piece, place)
+            for box in chunk_boxes(target.box, piece.local.element_size(), LARGE)
         ]
         with opened_files(folder, {place.file for place, *_ in tasks}) as opens:
             run_all(partial(_read, folder, opens), tasks)
@@ -92,61 +81,20 @@ def load(
         _verify(folder, listing, listing.manifest, tables, pieces, group)
 
 
-def _read(folder: Path, opens: Mapping[str, File], place: Place, piece: Piece, box: Box, shared: bool) -> None:
+def _targets(piece: Piece, place: Place) -> Iterable[Piece]:
+    """What of a piece lies at this place, if anything does, as a piece of the entry there."""
+    common = piece.box.overlap(place.box)
+    if common.numel:
+        yield Piece(piece.local[common.slices(piece.box.offsets)], place.spec.shape, common.within(place.box))
+
+
+def _read(folder: Folder, opens: Mapping[str, Readable], place: Place, piece: Piece, box: Box, shared: bool) -> None:
     with naming(folder / place.file):
         read_box(opens[place.file], place, piece, box, shared)
 
 
-def list_folder(folder: Path, sections: Sequence[str] = tuple(SECTIONS)) -> Listing:
-    """The tensors of a checkpoint or of a plain safetensors folder, from the files' headers; no tensor is read.
-
-    Raises ValueError that names the file for an incomplete checkpoint, a missing or truncated file, a name that stands
-    in two files or not where the index says; FileNotFoundError where there are no weights.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}")
-    manifest = folders.read_manifest(folder)
-    if manifest:
-        folders.check_files(folder, manifest)
-    return Listing({section: _list_section(folder, *SECTIONS[section]) for section in sections}, manifest)
-
-
-def _list_section(folder: Path, subfolder: str, prefix: str) -> dict[str, Place]:
-    base = folder / subfolder
-    indices = sorted(base.glob("*.safetensors.index.json"))
-    preferred = base / f"{prefix}.safetensors.index.json"
-    index = preferred if preferred in indices else indices[0] if len(indices) == 1 else None
-    weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"] if index else {}
-    whole = base / f"{prefix}.safetensors"
-    if index:
-        files = sorted(set(weight_map.values()))
-    elif whole.is_file():
-        files = [whole.name]
-    else:
-        files = sorted(path.name for path in base.glob("*.safetensors"))
-    if not files and not index:
-        if subfolder:
-            return {}
-        raise FileNotFoundError(f"{folder} holds no safetensors files")
-    places: dict[str, Place] = {}
-    for file in files:
-        if not (base / file).is_file():
-            raise ValueError(f"{base / file} is missing, {index} names it; copy the folder again")
-        for name, place in read_header(base / file, os.path.join(subfolder, file)).items():
-            if name in places:
-                raise ValueError(
-                    f"{name} stands in two files of {base}: {places[name].file} and {place.file}; remove one"
-                )
-            places[name] = place
-    for name, file in weight_map.items():
-        if name not in places or places[name].file != os.path.join(subfolder, file):
-            raise ValueError(f"{index} says that {name} is in {file}, it is not; write the index anew or remove it")
-    return places
-
-
 def _check(
-    folder: Path,
+    folder: Folder,
     listing: Listing,
     tables: Sequence[Table],
     allow_missing: Sequence[str],
@@ -154,25 +102,33 @@ def _check(
     allow_cast: bool,
 ) -> None:
     """Names, shapes and casts, from what all ranks ask for: so every rank comes to the same result."""
-    for section, places in listing.places.items():
+    for section, tensors in listing.tensors.items():
         wanted = {name for table in tables for name in table[section]}
-        missing = [name for name in sorted(wanted - places.keys()) if not _matches(name, allow_missing)]
-        extra = [name for name in sorted(places.keys() - wanted) if not _matches(name, allow_extra)]
+        missing = [name for name in sorted(wanted - tensors.keys()) if not _matches(name, allow_missing)]
+        extra = [name for name in sorted(tensors.keys() - wanted) if not _matches(name, allow_extra)]
         if missing or extra:
             raise ValueError(
                 f"the {section} in {folder} are not the ones asked for: {_some('missing there', missing)}, "
                 f"{_some('not asked for', extra)}; allow_missing and allow_extra take names or patterns"
             )
-        for table in tables:
-            for name, (dtype, shape, _) in table[section].items():
-                place = places.get(name)
-                if place and place.spec.shape != shape:
-                    raise ValueError(f"{name} has shape {place.spec.shape} in {folder}, {shape} is asked for")
-                if place and not allow_cast and not widens(place.spec.dtype, dtype):
-                    raise ValueError(
-                        f"{name} is {place.spec.dtype} in {folder}: {dtype} does not hold all its values; "
-                        "pass allow_cast=True to round"
-                    )
+        asked = {
+            (name, dtype, shape): tensors[name]
+            for table in tables
+            for name, (dtype, shape, _) in table[section].items()
+            if name in tensors
+        }
+        if shapes := [
+            f"{name} has shape {found.spec.shape} in {folder / found.places[0].file}, {shape} is asked for"
+            for (name, _, shape), found in asked.items()
+            if found.spec.shape != shape
+        ]:
+            raise ValueError("; ".join(shapes[:10] + ["..."] * (len(shapes) > 10)))
+        for (name, dtype, _), found in asked.items():
+            if not allow_cast and not widens(found.spec.dtype, dtype):
+                raise ValueError(
+                    f"{name} is {found.spec.dtype} in {folder / found.places[0].file}: {dtype} does not hold all its "
+                    "values; pass allow_cast=True to round"
+                )
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -199,7 +155,7 @@ def widens(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _verify(
-    folder: Path,
+    folder: Folder,
     listing: Listing,
     manifest: folders.Manifest,
     tables: Sequence[Table],
@@ -209,22 +165,22 @@ def _verify(
     """Check each saved box once: in the memory of a rank that loaded it whole, else in the file, shared out evenly."""
     rank = rank_of(group)
     boxes = [
-        (listing.places[section][name], section, box, digest)
-        for section, places in listing.places.items()
-        for name in sorted(places.keys() & {name for table in tables for name in table[section]})
+        (_place_of(folder, tensors[name], box), section, box, digest)
+        for section, tensors in listing.tensors.items()
+        for name in sorted(tensors.keys() & {name for table in tables for name in table[section]})
         for box, digest in manifest.checksums.get(section, {}).get(name, ())
     ]
 
-    def check(number: int, opens: Mapping[str, File] | None) -> None:
+    def check(number: int, opens: Mapping[str, Readable] | None) -> None:
         place, section, box, digest = boxes[number]
         with naming(folder / place.file):
             if opens is None:
-                found = hash_memory(pieces[section][place.spec.name], box)
+                found = hash_memory(pieces[section][place.name], box)
             else:
-                found = hash_file(opens[place.file], place, box)
+                found = hash_file(opens[place.file], place, box.within(place.box))
         if found != digest:
             raise ValueError(
-                f"{folder / place.file}: the bytes of {place.spec.name}, {box}, were changed since they were saved: "
+                f"{folder / place.file}: the bytes of {place.name}, {box}, were changed since they were saved: "
                 "their checksum does not match; use another checkpoint"
             )
 
@@ -247,6 +203,17 @@ def _verify(
     together(group, in_files)
 
 
+def _place_of(folder: Folder, tensor: Stored, box: Box) -> Place:
+    """The place that has all of a box."""
+    for place in tensor.places:
+        if place.box.contains(box):
+            return place
+    raise ValueError(
+        f"{folder / folders.MANIFEST} has a checksum of {tensor.spec.name}, {box}, and no file has that part whole: "
+        "the files are not this checkpoint's; use another checkpoint"
+    )
+
+
 def _sharing(tables: Sequence[Table], rank: int) -> dict[tuple[str, str], tuple[int, int]]:
     """(section, name) of what this rank holds -> its turn among the ranks that hold the same part, and their number."""
     sharing = {}
@@ -262,9 +229,9 @@ def _loaded_whole(boxes: Sequence[tuple[Place, str, Box]], tables: Sequence[Tabl
     sharing = _sharing(tables, rank)
     mine = []
     for number, (place, section, box) in enumerate(boxes):
-        key = (section, place.spec.name)
+        key = (section, place.name)
         if key in sharing:
-            dtype, _, held_box = tables[rank][section][place.spec.name]
+            dtype, _, held_box = tables[rank][section][place.name]
             turn, holders = sharing[key]
             if dtype == place.spec.dtype and held_box.contains(box) and number % holders == turn:
                 mine.append(number)

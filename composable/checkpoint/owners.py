@@ -18,15 +18,21 @@ Owned = tuple[int, Box]  # (rank, the box that it writes)
 
 
 def plan_owners(
-    specs: Sequence[TensorSpec], held: Sequence[Mapping[str, Box]], load: Sequence[int] | None = None
+    specs: Sequence[TensorSpec],
+    held: Sequence[Mapping[str, Box]],
+    load: Sequence[int] | None = None,
+    *,
+    whole: bool = False,
 ) -> dict[str, list[Owned]]:
     """Which rank writes which box of every tensor, the same on every rank that asks with the same values.
 
     `held[rank]` maps a tensor's name to the box that the rank holds; a name that it does not hold is absent. A box held
     by several ranks is written once: cut along its first dimensions into one piece per holder when it is large, whole
     by one holder when it is smaller than 1 MiB, always by the holder with the fewest bytes so far. `load` is the
-    number of bytes that each rank writes already. Boxes are at most 64 MiB. Raises ValueError, with the
-    tensor's name, unless the boxes cover each element of each tensor exactly once.
+    number of bytes that each rank writes already. Boxes are at most 64 MiB. `whole`: boxes are as large as they are
+    held, and shared ones are cut only if they are larger than a rank's even share of all bytes, so that as many tensors
+    as can be have one owner. Raises ValueError, with the tensor's name, unless the boxes cover each element of each
+    tensor exactly once.
     """
     bytes_of = list(load or [0] * len(held))
     holders: dict[str, dict[Box, list[int]]] = {spec.name: {} for spec in specs}
@@ -40,12 +46,15 @@ def plan_owners(
             if len(ranks) > 1:
                 shared.append((spec, box, ranks))
             elif box.numel:
-                plan[spec.name] += [(ranks[0], part) for part in chunk_boxes(box, spec.dtype.itemsize, LARGE)]
+                parts = [box] if whole else chunk_boxes(box, spec.dtype.itemsize, LARGE)
+                plan[spec.name] += [(ranks[0], part) for part in parts]
                 bytes_of[ranks[0]] += box.numel * spec.dtype.itemsize
     # What only one rank can write is counted first, then the large shared boxes; the small ones level what is left.
+    uncut = sum(spec.nbytes for spec in specs) / len(held) if whole else 0
     for spec, box, ranks in sorted(shared, key=lambda entry: -entry[1].numel * entry[0].dtype.itemsize):
         itemsize = spec.dtype.itemsize
-        for part in _parts(box, itemsize, len(ranks)):
+        cut = box.numel * itemsize > uncut
+        for part in _parts(box, itemsize, len(ranks)) if cut else [box] if box.numel else []:
             owner = min(ranks, key=lambda rank: (bytes_of[rank], rank))
             bytes_of[owner] += part.numel * itemsize
             plan[spec.name].append((owner, part))

@@ -33,6 +33,18 @@ class Box:
             for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         )
 
+    def overlap(self, other: Box) -> Box:
+        """What lies in both boxes: a box of no elements if nothing does."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        ends = (
+            min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        return Box(offsets, tuple(max(0, end - o) for end, o in zip(ends, offsets, strict=True)))
+
+    def within(self, outer: Box) -> Box:
+        """The same part with its first index counted from that of `outer`."""
+        return Box(tuple(o - b for o, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+
     def slices(self, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
         """The index that selects this box from a tensor whose first element has global index `origin` (default 0)."""
         origin = origin or (0,) * len(self.offsets)

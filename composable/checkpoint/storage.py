@@ -17,10 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
+from composable.checkpoint.remote import Folder, RemotePath
+
 LARGE = 1 << 20  # bytes: smaller reads take the ordinary way
 PIECE = 256 << 10  # bytes of one write
 STEP = 8 << 20  # bytes of the aligned buffer, one per thread
 PAGE = max(4096, mmap.PAGESIZE)
+REMOTE_PIECE = 8 << 20  # bytes of one read from a store
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,9 @@ class File:
 
     handle: int
     direct: int | None
+
+
+Readable = File | RemotePath
 
 
 @contextlib.contextmanager
@@ -46,14 +52,17 @@ def opened(path: Path, flags: int) -> Iterator[File]:
 
 
 @contextlib.contextmanager
-def opened_files(folder: Path, names: Iterable[str]) -> Iterator[dict[str, File]]:
+def opened_files(folder: Folder, names: Iterable[str]) -> Iterator[dict[str, Readable]]:
     """Some files of a folder, to read from."""
     with contextlib.ExitStack() as stack:
+        if isinstance(folder, RemotePath):
+            yield {name: folder / name for name in names}
+            return
         yield {name: stack.enter_context(opened(folder / name, os.O_RDONLY)) for name in names}
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: Folder) -> Iterator[None]:
     """Add the file's name to a system error that has none."""
     try:
         yield
@@ -77,11 +86,13 @@ def write_all(file: File, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def read_all(file: File, data: memoryview, offset: int, *, cached: bool = False) -> None:
+def read_all(file: Readable, data: memoryview, offset: int, *, cached: bool = False) -> None:
     """Fill `data` from `offset`; OSError where the file ends first. `cached`: other processes read the same bytes.
 
     What the page cache has already (a file just downloaded, say) is taken from there.
     """
+    if isinstance(file, RemotePath):
+        return _read_remote(file, data, offset)
     if cached or file.direct is None or len(data) < LARGE:
         return _read(file.handle, data, offset)
     position = 0
@@ -100,6 +111,15 @@ def read_all(file: File, data: memoryview, offset: int, *, cached: bool = False)
             _copy(data[position : position + size], buffer[skip : skip + size])
             position += size
     return None
+
+
+def _read_remote(file: RemotePath, data: memoryview, offset: int) -> None:
+    while data:
+        got = file.read_bytes(offset, offset + min(len(data), REMOTE_PIECE))
+        if not got:
+            raise OSError(errno.EIO, f"the file ends at byte {offset}, {len(data)} bytes too early")
+        _copy(data[: len(got)], memoryview(got))
+        data, offset = data[len(got) :], offset + len(got)
 
 
 def _copy(target: memoryview, source: memoryview) -> None:

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from composable.checkpoint.format import Place, TensorSpec
 from composable.checkpoint.shards import Box, Piece, byte_runs, chunk_boxes, row_major_strides
-from composable.checkpoint.storage import File, read_all, write_all
+from composable.checkpoint.storage import File, Readable, read_all, write_all
 
 THREADS = 4
 COPIED = (32 << 20) // THREADS  # bytes of one thread's copy of what cannot be written or read in place
 SHORT_RUN = 16 << 10  # bytes: shorter runs are read together with what lies between them ...
+SHORT_REMOTE_RUN = 1 << 20  # ... from a store, where each read is a request ...
 MAX_SPREAD = 16  # ... unless that multiplies the bytes read by more than this
 
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -52,6 +53,15 @@ def write_box(file: File, place: Place, piece: Piece, box: Box) -> str:
         digest.update(data)
         for at, start, size in byte_runs(part, piece.shape, itemsize):
             write_all(file, data[start : start + size], place.offset + at)
+    return digest.hexdigest()
+
+
+def stream_box(write: Callable[[memoryview], None], piece: Piece, box: Box) -> str:
+    """Hand a box's row-major bytes to `write`, in order; returns their xxh3_64."""
+    digest = xxhash.xxh3_64()
+    for _, data in _memory(piece, box):
+        digest.update(data)
+        write(data)
     return digest.hexdigest()
 
 
@@ -96,14 +106,14 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def read_box(file: File, place: Place, piece: Piece, box: Box, shared: bool = False) -> None:
+def read_box(file: Readable, place: Place, piece: Piece, box: Box, shared: bool = False) -> None:
     """Read one box of a tensor from its place in an open file into this rank's memory, with a cast if dtypes differ.
 
     `shared`: other ranks read the same bytes, so the page cache should keep them.
     """
     spec = place.spec
     same = spec.dtype == piece.local.dtype and not _lazy(piece.local)
-    if same and _in_place(piece, box) and not _reads_between(spec, box):
+    if same and _in_place(piece, box) and not _reads_between(file, spec, box):
         data = _bytes(raw(piece.local)[box.slices(piece.box.offsets)])
         for at, start, size in byte_runs(box, spec.shape, spec.dtype.itemsize):
             read_all(file, data[start : start + size], place.offset + at, cached=shared)
@@ -116,7 +126,7 @@ def read_box(file: File, place: Place, piece: Piece, box: Box, shared: bool = Fa
             target.copy_(values.view(spec.dtype))
 
 
-def hash_file(file: File, place: Place, box: Box) -> str:
+def hash_file(file: Readable, place: Place, box: Box) -> str:
     """The xxh3_64 of a box's row-major bytes as the file holds them."""
     digest = xxhash.xxh3_64()
     for _, values in _read(file, place, box):
@@ -124,10 +134,10 @@ def hash_file(file: File, place: Place, box: Box) -> str:
     return digest.hexdigest()
 
 
-def _read(file: File, place: Place, box: Box, shared: bool = False) -> Iterator[tuple[Box, Tensor]]:
+def _read(file: Readable, place: Place, box: Box, shared: bool = False) -> Iterator[tuple[Box, Tensor]]:
     """A box's values from the file as integers of the same size (of any strides), part by part in row-major order."""
     spec, itemsize = place.spec, place.spec.dtype.itemsize
-    between = _reads_between(spec, box)
+    between = _reads_between(file, spec, box)
     spread = math.ceil(_spread(spec, box)) if between else 1
     strides = row_major_strides(spec.shape)
     scratch = _scratch(COPIED // 2).view(_RAW[itemsize])
@@ -146,13 +156,13 @@ def _read(file: File, place: Place, box: Box, shared: bool = False) -> Iterator[
             yield part, buffer
 
 
-def _reads_between(spec: TensorSpec, box: Box) -> bool:
+def _reads_between(file: Readable, spec: TensorSpec, box: Box) -> bool:
     """Whether a box's runs are so short that reading what lies between them costs less than many small reads."""
     runs = byte_runs(box, spec.shape, spec.dtype.itemsize)
-    first = next(runs, None)
+    first, short = next(runs, None), SHORT_RUN if isinstance(file, File) else SHORT_REMOTE_RUN
     return (
         first is not None
-        and first[2] < min(SHORT_RUN, box.numel * spec.dtype.itemsize)
+        and first[2] < min(short, box.numel * spec.dtype.itemsize)
         and (_spread(spec, box) <= MAX_SPREAD)
     )
 

@@ -21,6 +21,9 @@ class StepTimes:
     data_wait: float
     """The share of the time, in [0, 1], spent waiting for data."""
 
+    save_seconds: float | None
+    """Seconds, outside of any step, for which saving held the loop; None if nothing was saved."""
+
 
 class _Step(NamedTuple):
     seconds: float
@@ -47,6 +50,7 @@ class StepClock:
         self._waited = 0.0
         self._first = True
         self._window: list[_Step] = []
+        self._saving: float | None = None
 
     def start(self) -> None:
         """A step begins: data is asked for."""
@@ -69,6 +73,10 @@ class StepClock:
         self._started = None
         return seconds
 
+    def saved(self, seconds: float) -> None:
+        """Saving held the loop for so long."""
+        self._saving = (self._saving or 0.0) + seconds
+
     def report(self) -> StepTimes:
         """Averages over the steps since the last report, which this one ends.
 
@@ -78,12 +86,13 @@ class StepClock:
         if not self._window:
             raise RuntimeError("no step since the last report; call report after start and stop")
         counted = [step for step in self._window if not step.first] or self._window
-        self._window = []
+        self._window, saving, self._saving = [], self._saving, None
         seconds = max(sum(step.seconds for step in counted), 1e-12)  # a clock may be too coarse for one step
         return StepTimes(
             step_seconds=seconds / len(counted),
             tokens_per_second=sum(step.tokens for step in counted) / seconds,
             data_wait=sum(step.waited for step in counted) / seconds,
+            save_seconds=saving,
         )
 
     def _begun(self) -> float:

@@ -250,9 +250,14 @@ def test_what_was_read_wrongly_is_found_by_the_checksums(tmp_path, monkeypatch):
 def test_a_manifest_of_a_newer_version_is_refused_by_name(tmp_path):
     save(tmp_path / "c", {"a": torch.ones(4)}, {}, {})
     path = tmp_path / "c" / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2}))
-    with pytest.raises(ValueError, match=r"manifest\.json has version 2"):
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {"version": 3, "unknown": 1}))
+    with pytest.raises(ValueError, match=r"manifest\.json has version 3, this composable reads up to 2; update compos"):
         load(tmp_path / "c", {"a": torch.zeros(4)})
+    for version in ("2", 0, True, None):
+        path.write_text(json.dumps(document | {"version": version}))
+        with pytest.raises(ValueError, match=r"manifest\.json has version"):
+            load(tmp_path / "c", {"a": torch.zeros(4)})
 
 
 def test_a_file_that_cannot_grow_raises_and_leaves_no_manifest_and_the_checkpoints_before(tmp_path):

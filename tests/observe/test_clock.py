@@ -54,6 +54,20 @@ def test_a_report_of_the_first_step_alone_gives_it_as_it_was(hand):
     assert clock.report().tokens_per_second == 128
 
 
+def test_the_time_for_which_saving_held_the_loop_is_in_the_next_report_and_in_no_step(hand):
+    clock = StepClock(hand)
+    step(clock, hand, 0, 1, 1)
+    assert clock.report().save_seconds is None
+    clock.saved(0.5)
+    clock.saved(0.25)
+    hand.seconds += 0.75
+    step(clock, hand, 0, 1, 1)
+    times = clock.report()
+    assert (times.save_seconds, times.step_seconds) == (0.75, 1)
+    step(clock, hand, 0, 1, 1)
+    assert clock.report().save_seconds is None
+
+
 def test_validation_and_checkpoints_between_steps_are_in_no_step(hand):
     clock = StepClock(hand)
     for _ in range(3):
