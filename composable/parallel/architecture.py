@@ -12,7 +12,7 @@ from composable.models.config import DecoderConfig
 from composable.models.decoder import Decoder
 from composable.models.init import InitRule, decoder_init
 from composable.moe.config import MoEConfig
-from composable.moe.layer import MoE, Runtime
+from composable.moe.layer import ALONE, MoE, Runtime
 from composable.parallel.split import Costs, Stage, costs
 from composable.parallel.tensor import replicated, tensor_parallel
 
@@ -58,7 +58,7 @@ def decoder_architecture(config: DecoderConfig, dtype: torch.dtype, loss_chunk: 
         loss_chunk: tokens of which logits exist at once; 0: all.
     """
 
-    def build(stage: Stage, method: Method, runtime: Runtime) -> nn.Module:
+    def build(stage: Stage, method: Method, runtime: Runtime = ALONE) -> nn.Module:
         part = Decoder(config, layers=stage.layers, first=stage.first, last=stage.last, method=method, runtime=runtime)
         for parameter in part.parameters():  # `part.to(dtype)` would round buffers too
             parameter.data = parameter.data.to(dtype)

@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from composable.models.attention import LOCAL, Method
 from composable.models.init import Init, InitRule
 from composable.models.loss import cross_entropy_sum
-from composable.moe.layer import Runtime
+from composable.moe.layer import ALONE, Runtime
 from composable.parallel.architecture import Architecture
 from composable.parallel.split import Costs, Stage
 
@@ -64,7 +64,7 @@ def foreign_architecture(
     whole = _build(build_model, dtype)
     _check(whole, blocks, first, last)
 
-    def build(stage: Stage, method: Method, runtime: Runtime) -> nn.Module:
+    def build(stage: Stage, method: Method, runtime: Runtime = ALONE) -> nn.Module:
         if method is not LOCAL:
             raise ValueError("mesh.cp: the attention of a model that is not ours sees one rank's tokens; write 1")
         part = _build(build_model, dtype)
