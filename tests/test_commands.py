@@ -4,6 +4,8 @@ import json
 import os
 import random
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +15,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from composable.checkpoint.folder import is_complete, latest, steps
+from composable.checkpoint.listing import list_folder
 from composable.checkpoint.load import load
 from composable.data.tokens import TokenWriter
 from composable.observe.metrics import read_metrics
@@ -163,12 +167,14 @@ def test_one_dead_rank_ends_the_job_within_seconds(text, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("writer", ["shared", "per_rank"])
 @pytest.mark.parametrize("how", ["no-asynchronous", "asynchronous"])
-def test_killed_at_fifty_moments_around_saving_every_restart_ends_right(how, text, tmp_path):
+def test_killed_at_25_moments_around_saving_every_restart_ends_right(how, writer, text, tmp_path):
     draw = random.Random(20)
-    base = [*TINY, "--data.path", text, "--checkpoint.every", "1", "--checkpoint.keep", "2", f"--checkpoint.{how}"]
+    base = [*TINY, "--data.path", text, "--checkpoint.every", "1", "--checkpoint.keep", "2"]
+    base += [f"--checkpoint.{how}", "--checkpoint.writer", writer]
     out, reached, kills = tmp_path / "broken", 0, 0
-    while kills < 50:
+    while kills < 25:
         # A run whose next steps are saved one by one is killed somewhere within them.
         written = losses(out)[-1][0] if (out / "metrics.jsonl").exists() else 0
         args = [*base, "--steps", "100000", "--schedule.kind", "constant", "--out", str(out)]
@@ -199,11 +205,35 @@ def test_killed_at_fifty_moments_around_saving_every_restart_ends_right(how, tex
 
 def shapes(folder: Path, section: str) -> dict:
     """Empty tensors of all that a checkpoint's section holds."""
-    import torch
-    from safetensors import safe_open
+    stored = list_folder(folder).tensors[section or "weights"]
+    return {name: torch.empty(tensor.spec.shape, dtype=tensor.spec.dtype) for name, tensor in stored.items()}
 
-    out = {}
-    for file in (folder / section).glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            out |= {name: torch.empty_like(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
-    return out
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["no-asynchronous", "asynchronous"])
+def test_a_full_disk_ends_the_run_with_its_reason_and_the_last_checkpoint_stays(how, text, tmp_path):
+    out, small = tmp_path / "run", tmp_path / "small"
+    small.mkdir()
+    args = [*TINY, "--data.path", text, "--checkpoint.every", "1", "--checkpoint.keep", "0", f"--checkpoint.{how}"]
+    args += ["--out", str(out), "--checkpoint.folder", str(small)]
+    launch = shlex.join(command("recipes/dense_debug.py", 2, *args, "--steps", "100"))
+    keep = tmp_path / "kept"
+    inside = f"mount -t tmpfs -o size=900k tmpfs {small} && {{ {launch}; code=$?; cp -r {small} {keep}; exit $code; }}"
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", inside],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode != 0
+    assert "No space left" in done.stderr or "the disk has" in done.stderr
+    newest = latest(keep)
+    assert newest is not None
+    load(newest, shapes(newest, ""), shapes(newest, "optimizer"))
+    at = int(newest.name[-8:])
+    assert 0 < at < 100
+    shutil.copytree(keep, tmp_path / "roomy")
+    args[-1] = str(tmp_path / "roomy")
+    run("recipes/dense_debug.py", 2, *args, "--steps", str(at + 2))
+    assert latest(tmp_path / "roomy").name == f"step-{at + 2:08d}"
