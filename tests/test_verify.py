@@ -36,8 +36,8 @@ def divided_by_data_ranks() -> None:
 
     original = data.shard_data
 
-    def shard(part, blocks, mesh, views, parallel):
-        original(part, blocks, mesh, views, parallel)
+    def shard(part, blocks, mesh, views, parallel, *experts):
+        original(part, blocks, mesh, views, parallel, *experts)
         for module in part.modules():
             if hasattr(module, "set_gradient_divide_factor"):
                 module.set_gradient_divide_factor(float(views.parameters["fsdp"].size()))

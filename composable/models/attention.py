@@ -7,8 +7,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from composable.linear import Linear
 from composable.models.config import DecoderConfig
-from composable.models.linear import Linear
 from composable.models.rotary import rotate
 
 

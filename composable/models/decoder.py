@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composable.linear import Linear, linear
 from composable.models.attention import LOCAL, Attention, Method
 from composable.models.config import DecoderConfig
 from composable.models.feedforward import SwiGLU
-from composable.models.linear import Linear, linear
 from composable.models.loss import Loss, chunked_loss, cross_entropy_sum
 from composable.models.rotary import tables
 from composable.moe.layer import ALONE, MoE, Runtime, TokenInfo

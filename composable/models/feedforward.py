@@ -3,8 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from composable.linear import Linear
 from composable.models.config import DecoderConfig
-from composable.models.linear import Linear
 
 
 class SwiGLU(nn.Module):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from composable.models.linear import linear
+from composable.linear import linear
 
 IGNORE = -100
 """a label that has no loss"""

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from composable.linear import linear
 from composable.moe.balance import at_backward, inject, losses, statistics, sum_counts, weighted
 from composable.moe.capacity import limit
 from composable.moe.config import MoEConfig
@@ -97,7 +97,7 @@ class Gate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [T, D] -> logits [T, E]."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        return F.linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
+        return linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
 
 
 class MoE(nn.Module):

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from composable.linear import linear
 from composable.models.config import DecoderConfig
 from composable.models.decoder import Decoder
-from composable.models.linear import linear
 from composable.optim.local import local
 from composable.parallel.collectives import gather_sequence, gather_stacked, scatter_sequence, scatter_stacked
 from composable.parallel.vocabulary import cross_entropy_sum_of_shards, look_up, rows_per_rank, whole_logits

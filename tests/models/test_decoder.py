@@ -2,11 +2,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from composable.linear import linear
 from composable.models.config import DecoderConfig, RopeConfig
 from composable.models.count import count_parameters, flops_per_token
 from composable.models.decoder import Decoder
 from composable.models.init import decoder_init, initialise, materialise
-from composable.models.linear import linear
 from composable.models.loss import IGNORE, cross_entropy_sum
 from composable.models.rotary import inverse_frequencies, tables
 from composable.moe.config import Balance, MoEConfig
