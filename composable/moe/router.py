@@ -47,7 +47,7 @@ def score(logits: Tensor, config: MoEConfig) -> Tensor:
 
 
 def _softmax(x: Tensor) -> Tensor:
-    """x [..., E], over the experts. A CPU is four times as fast along many tokens as along few experts (2,048 and 8)."""
+    """x [..., E], over the experts. A CPU is four times as fast along 2,048 tokens as along 8 experts."""
     return x.transpose(-1, 0).softmax(0).transpose(-1, 0) if x.device.type == "cpu" else x.softmax(-1)
 
 
