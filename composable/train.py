@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-import composable
+from composable.announce import announce
 from composable.checkpoint.background import BackgroundSaver
 from composable.checkpoint.folder import locked
 from composable.checkpoint.together import together
 from composable.data.loader import accumulation, build_loader, validation_loader
-from composable.data.text import bigram_entropy, load_tokenizer
+from composable.data.text import load_tokenizer
 from composable.mesh import distributed
-from composable.models.count import count_parameters, flops_per_token
+from composable.models.count import flops_per_token
 from composable.models.families import has_family
 from composable.models.generate import generate
 from composable.moe.log import Totals
@@ -34,16 +34,12 @@ from composable.observe.profile import trace
 from composable.observe.routing import LoadWindow, RoutingReport, draw, scalars
 from composable.optim.optimizers import build_optimizer
 from composable.optim.schedules import learning_rate
-from composable.parallel.compose import Composed, compose, split
+from composable.parallel.compose import Composed, compose
 from composable.parallel.data import reshard
-from composable.parallel.split import describe
 from composable.plan.devices import peak_flops
 from composable.recipe import Recipe, command_line
 from composable.state import Corpus, TrainState, last_step, resume, save_checkpoint, saved_tensors, tokenizer_path
 from composable.step import NonFinite, StepResult, evaluate, train_step
-
-BIGRAM_TOKENS = 1 << 26
-"""tokens whose bigrams are counted at most: a fraction of a second"""
 
 
 @record
@@ -314,44 +310,6 @@ def stop_signals() -> Iterator[StopWish]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def announce(
-    recipe: Recipe, corpus: Corpus, start: TrainState, device: torch.device, progress: Progress, remarks: list[str]
-) -> None:
-    """Say what is trained, on what, where; keep the recipe beside the run."""
-    model, data, steps = recipe.model, recipe.data, recipe.steps
-    count = count_parameters(model)
-    active = "" if count.active == count.total else f", {count.active:,} used by a token"
-    lines = [
-        f"composable {composable.__version__}: {recipe.name}",
-        f"  model   {count.total:,} parameters ({count.without_embedding:,} without embedding{active}), {model.layers} "
-        f"layers of width {model.dim}, {flops_per_token(model, data.seq_len):,} FLOPs per token",
-        f"  mesh    {recipe.mesh} on {dist.get_world_size()} x {device.type}, {recipe.dtype}, "
-        f"{recipe.parallel.data}, accumulation {accumulation(data, recipe.mesh.data_ranks)}",
-        f"  data    {data.path}: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out",
-        f"  batch   {data.global_batch} rows of {data.seq_len} tokens, learning rate {recipe.peak_lr:g} at its peak",
-    ]
-    if corpus.train.vocab_size <= 4096 and len(corpus.train) > 1 and not start.step:
-        first = corpus.train.slice(0, min(len(corpus.train), BIGRAM_TOKENS))
-        some = f" (of the first {len(first):,})" if len(first) < len(corpus.train) else ""
-        lines[3] += f"; bigram entropy {bigram_entropy(first):.4f} nats per token{some}"
-    if recipe.optimizer.scale != "none":
-        config = recipe.optimizer
-        lines[4] += f", scaled ({config.scale}) from {config.lr:g} at a batch of {config.reference_batch}"
-    if start.step >= steps:
-        hint = "raise --steps to go on, or choose another --out"
-        lines.append(f"  run     {recipe.folder} is complete at step {start.step}: {hint}")
-        remarks = []
-    else:
-        resumed = f", resumed after step {start.step}" if start.step else ""
-        lines.append(f"  run     {recipe.folder}: steps {start.step + 1} to {steps}{resumed}")
-        (recipe.folder / "recipe.json").write_text(recipe.to_json())
-    if recipe.mesh.pp > 1:
-        stages, ranks = split(recipe.architecture, recipe.mesh, recipe.pipeline, data.seq_len)
-        table = describe(stages, recipe.architecture.costs(data.seq_len), ranks)
-        lines.append("  stages  " + table.replace("\n", "\n          "))
-    progress.say("\n".join(lines + [f"  note    {remark}" for remark in remarks]))
 
 
 def finish(run: Run, state: TrainState) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from composable.data.loader import MicroBatch
 from composable.mesh import Mesh, MeshViews
-from composable.models.attention import LOCAL
+from composable.models.attention import LOCAL, Method
 from composable.models.init import materialise
-from composable.moe.layer import ALONE
+from composable.moe.layer import ALONE, Runtime
 from composable.moe.log import RoutingLog, Totals
 from composable.parallel.architecture import Architecture
 from composable.parallel.config import Parallel, Pipeline
@@ -114,27 +114,10 @@ def compose(
             seed=seed,
             record=log.add,
         )
-    parts = []
-    for index in mine:
-        with torch.device("meta"):
-            part = architecture.build(stages[index], method, runtime)
-        if mesh.tp > 1:
-            architecture.tensor(part, views.parameters["tp"])
-        layers = architecture.experts(part)
-        for layer in layers.values():
-            expert_parallel(layer.experts, views.expert["ep", "etp"])
-        blocks = architecture.blocks(part)
-        # A checkpoint within a graph allows no break, as collectives and experts are: it would silently run uncompiled.
-        # Selective ones must be within, where they see the operators.
-        within = parallel.recompute == "selective"
-        if parallel.compile and not within:
-            compile_blocks(part, blocks)
-        recompute(blocks, parallel.recompute)
-        if parallel.compile and within:
-            compile_blocks(part, blocks)
-        shard_data(part, blocks, mesh, views, parallel, [layer.experts for layer in layers.values()])
-        materialise(part, torch.device("cpu") if parallel.offload else device, architecture.init, seed)
-        parts.append(part)
+    place = partial(
+        _part, architecture, mesh, views, parallel, method=method, runtime=runtime, seed=seed, device=device
+    )
+    parts = [place(stages[index]) for index in mine]
     if mesh.pp > 1:
         train, evaluate = _pipeline(parts, mine, architecture, mesh, parallel, pipeline, shape, device, views)
     else:
@@ -152,6 +135,40 @@ def compose(
         partial(_update, parts, experts),
         experts.totals if experts else None,
     )
+
+
+def _part(
+    architecture: Architecture,
+    mesh: Mesh,
+    views: MeshViews,
+    parallel: Parallel,
+    stage: Stage,
+    *,
+    method: Method,
+    runtime: Runtime,
+    seed: int,
+    device: torch.device,
+) -> nn.Module:
+    """This rank's part of a stage, with its weights."""
+    with torch.device("meta"):
+        part = architecture.build(stage, method, runtime)
+    if mesh.tp > 1:
+        architecture.tensor(part, views.parameters["tp"])
+    experts = [layer.experts for layer in architecture.experts(part).values()]
+    for module in experts:
+        expert_parallel(module, views.expert["ep", "etp"])
+    blocks = architecture.blocks(part)
+    # A checkpoint within a graph allows no break, as collectives and experts are: it would silently run uncompiled.
+    # Selective ones must be within, where they see the operators.
+    within = parallel.recompute == "selective"
+    if parallel.compile and not within:
+        compile_blocks(part, blocks)
+    recompute(blocks, parallel.recompute)
+    if parallel.compile and within:
+        compile_blocks(part, blocks)
+    shard_data(part, blocks, mesh, views, parallel, experts)
+    materialise(part, torch.device("cpu") if parallel.offload else device, architecture.init, seed)
+    return part
 
 
 def _routing_log(architecture: Architecture, mesh: Mesh, shape: Shape, device: torch.device) -> RoutingLog | None:
