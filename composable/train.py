@@ -38,7 +38,16 @@ from composable.parallel.compose import Composed, compose
 from composable.parallel.data import reshard
 from composable.plan.devices import peak_flops
 from composable.recipe import Recipe, command_line
-from composable.state import Corpus, TrainState, last_step, resume, save_checkpoint, saved_tensors, tokenizer_path
+from composable.state import (
+    Corpus,
+    TrainState,
+    checkpoints_of,
+    last_step,
+    resume,
+    save_checkpoint,
+    saved_tensors,
+    tokenizer_path,
+)
 from composable.step import NonFinite, StepResult, evaluate, train_step
 
 
@@ -90,6 +99,9 @@ def train(recipe: Recipe) -> TrainState:
         device = stack.enter_context(distributed())
         stop = stack.enter_context(stop_signals())
         claim_folder(stack, recipe.folder)
+        root = checkpoints_of(recipe)
+        if recipe.checkpoint.folder and isinstance(root, Path) and root.resolve() != recipe.folder.resolve():
+            claim_folder(stack, root)
         rank = dist.get_rank()
         corpus = Corpus.open(recipe.data, recipe.model.vocab_size)
         model = build_model(recipe, device)
@@ -271,7 +283,7 @@ def traced(recipe: Recipe, start: int) -> contextlib.AbstractContextManager:
 
 
 def claim_folder(stack: contextlib.ExitStack, folder: Path) -> None:
-    """Make the run folder and hold its lock on rank 0, so that two jobs never write to one folder.
+    """Make a folder of the run and hold its lock on rank 0, so that two jobs never write to one folder.
 
     Raises:
         BlockingIOError: on every rank, if another job holds it.
@@ -282,7 +294,7 @@ def claim_folder(stack: contextlib.ExitStack, folder: Path) -> None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ValueError(f"--out {folder} cannot be made: {error.strerror}") from error
+                raise ValueError(f"the run's folder {folder} cannot be made: {error.strerror}") from error
             stack.enter_context(locked(folder))
 
     together(None, claim)
@@ -319,22 +331,27 @@ def finish(run: Run, state: TrainState) -> None:
         run.progress.say(f"stopped by a signal after step {state.step}; the same command goes on from there")
         return
     run.progress.say(f"done: {recipe.folder} (tensorboard --logdir {recipe.folder})")
-    if recipe.mesh.pp * recipe.mesh.cp > 1:
-        run.progress.say(
-            "(no sample text: a part of a model or of a sequence writes none; use mesh.pp=1 and mesh.cp=1)"
-        )
-        return
-    if len(held_out) < 64:
-        run.progress.say(
-            f"(no sample text: it starts from 64 held-out tokens, and data.holdout leaves {len(held_out)})"
-        )
+    why = together(None, lambda: no_sample(run) if dist.get_rank() == 0 else "")[0]
+    if why:
+        run.progress.say(f"(no sample text: {why})")
         return
     prompt = torch.tensor(held_out.tokens[:64].astype("int64"), device=run.device)
     tokens = generate(run.model.parts[0], prompt, 240, temperature=0.8, context=recipe.data.seq_len, seed=recipe.seed)
     reshard(run.model.parts[0])
-    try:
+    if dist.get_rank() == 0:
         text = load_tokenizer(tokenizer_path(held_out)).decode(tokens.tolist())
+        run.progress.say(f"what the model writes after 64 held-out tokens:\n{'-' * 72}\n{text}\n{'-' * 72}")
+
+
+def no_sample(run: Run) -> str:
+    """Why there can be no sample text; empty if there can."""
+    mesh, held_out = run.recipe.mesh, run.corpus.held_out
+    if mesh.pp * mesh.cp > 1:
+        return "a part of a model or of a sequence writes none; use mesh.pp=1 and mesh.cp=1"
+    if len(held_out) < 64:
+        return f"it starts from 64 held-out tokens, and data.holdout leaves {len(held_out)}"
+    try:
+        load_tokenizer(tokenizer_path(held_out))
     except (OSError, ValueError) as error:
-        run.progress.say(f"(no sample text: {error})")
-        return
-    run.progress.say(f"what the model writes after 64 held-out tokens:\n{'-' * 72}\n{text}\n{'-' * 72}")
+        return str(error)
+    return ""
