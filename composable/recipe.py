@@ -45,8 +45,8 @@ class CheckpointConfig:
     verify: bool = True
     """check checksums when resuming"""
     folder: str = ""
-    """where checkpoints lie, if not in the run folder; may be a URL (s3://bucket/run), which needs the package that
-    fsspec has for its protocol"""
+    """where checkpoints lie, if not in the run folder, those of this run alone; may be a URL (s3://bucket/run), which
+    needs the package that fsspec has for its protocol"""
     writer: Writer = "shared"
     """shared: all ranks write into common files, the same in every layout; per_rank: each rank writes files of its own,
     for URLs and file systems without ranged writes"""
@@ -167,6 +167,13 @@ class Recipe:
         warnings = self.pipeline.check(
             mesh.pp, self.pipeline.micro_batches or count, self.model.layers, whole_blocks=self.parallel.whole_blocks
         )
+        moe = self.model.moe
+        if moe is not None and moe.top_k == 1 and (moe.normalise or moe.score == "topk_softmax"):
+            warnings.append(
+                "model.moe.top_k=1 with weights that sum to one: a token's only weight is 1 whatever its score, so the "
+                "router learns nothing from the model's loss; write model.moe.normalise=False and another score than "
+                "topk_softmax"
+            )
         warnings += schedules.check(self.schedule, max(self.steps, 1))
         if self.data.seq_len > self.model.max_length:
             warnings.append(f"data.seq_len={self.data.seq_len} is longer than model.max_length={self.model.max_length}")
@@ -188,6 +195,11 @@ class Recipe:
                 value = getattr(value, part)
             if value < 0:
                 raise ValueError(f"{name}={value}: a number of steps or checkpoints is 0 or more")
+        if "://" in self.out:
+            raise ValueError(
+                f"out={self.out} is a URL, and logs are written to a folder of this machine; give one, and the URL as "
+                "checkpoint.folder"
+            )
         as_folder(self.checkpoint.folder)
         if is_url(self.checkpoint.folder) and self.checkpoint.writer == "shared":
             raise ValueError(

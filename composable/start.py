@@ -1,7 +1,10 @@
 """A new run that starts from weights: of another run, or of a publisher."""
 
+import dataclasses
+import fnmatch
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +22,10 @@ from composable.parallel.compose import Composed
 from composable.parallel.tied import copy_tied_weight
 from composable.recipe import Recipe
 
+ADDED = ("qk_norm", "qkv_bias", "output_bias", "mlp_bias")
+"""fields of a model that only add weights to it"""
+ADDED_TO_ROUTER = ("correction", "router_bias")
+"""those of its experts"""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -37,7 +44,7 @@ def start_from(folder: Folder, recipe: Recipe, model: Composed) -> list[str]:
         upcycle(folder, model.saved, recipe.model, recipe.seed, verify=verify)
         copy_tied_weight(model.parts)
         return [f"{moe.experts} experts a layer, each {_share(moe.granularity)} dense one, of {folder}, {cast}"]
-    together(None, lambda: check_same_model(folder, recipe.model))
+    together(None, lambda: check_same_model(folder, recipe.model, recipe.init_missing))
     tensors = in_file(model.saved, recipe.model)
     stored: set[str] = set()
 
@@ -53,6 +60,7 @@ def start_from(folder: Folder, recipe: Recipe, model: Composed) -> list[str]:
         else:
             tensors = {HEAD if name == EMBEDDING else name: tensor for name, tensor in tensors.items()}
             wanted = (wanted - {EMBEDDING}) | {HEAD}
+    check_missing(folder, sorted(wanted - stored), recipe.init_missing)
     load(folder, tensors, allow_missing=recipe.init_missing, allow_extra=["*"], allow_cast=True, verify=verify)
     copy_tied_weight(model.parts)
     remarks = [f"weights of {folder}, {cast}"]
@@ -63,8 +71,11 @@ def start_from(folder: Folder, recipe: Recipe, model: Composed) -> list[str]:
     return remarks
 
 
-def check_same_model(folder: Folder, model: DecoderConfig) -> None:
+def check_same_model(folder: Folder, model: DecoderConfig, missing: Iterable[str] = ()) -> None:
     """Refuse weights of a model that computes otherwise, by the config.json beside them; nothing if there is none.
+
+    Args:
+        missing: patterns of weights that the folder may lack; with any, the model may have more kinds of weights.
 
     Raises:
         ValueError: the fields that differ, what they are there and what they are here.
@@ -72,8 +83,28 @@ def check_same_model(folder: Folder, model: DecoderConfig) -> None:
     if not (folder / "config.json").is_file():
         return
     theirs = from_hugging_face(json.loads((folder / "config.json").read_text()))
-    if different := differences(theirs, model):
-        raise ValueError(f"init_from={folder} is another model: {'; '.join(different)}")
+    added: dict[str, Any] = {name: True for name in ADDED if getattr(model, name)}
+    grown = dataclasses.replace(theirs, **added)
+    if grown.moe is not None and model.moe is not None:
+        more: dict[str, Any] = {name: True for name in ADDED_TO_ROUTER if getattr(model.moe, name)}
+        grown = dataclasses.replace(grown, moe=dataclasses.replace(grown.moe, **more))
+    if different := differences(grown if missing else theirs, model):
+        hint = "" if missing or differences(grown, model) else "; name the weights that this adds as --init-missing"
+        raise ValueError(f"init_from={folder} is another model: {'; '.join(different)}{hint}")
+
+
+def check_missing(folder: Folder, names: Sequence[str], allowed: Iterable[str]) -> None:
+    """Refuse a folder without the weights `names`, but for those of the patterns `allowed`.
+
+    Raises:
+        ValueError: which they are, and how they are allowed.
+    """
+    patterns = tuple(allowed)
+    if lacking := [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]:
+        raise ValueError(
+            f"init_from={folder} lacks {_some(lacking)}; to start these from their initial values, name them as "
+            "--init-missing (also by patterns, '*.q_norm.weight')"
+        )
 
 
 def check_tied(folder: Folder, tensors: dict[str, Tensor | Piece]) -> None:

@@ -22,7 +22,7 @@ from composable.checkpoint.together import together
 from composable.data.loader import DataConfig
 from composable.data.packing import sample_count
 from composable.data.tokens import Tokens, load_tokens
-from composable.models.families import to_hugging_face
+from composable.models.families import flat, to_hugging_face
 from composable.models.names import in_file
 from composable.optim.optimizers import optimizer_tensors
 from composable.parallel.compose import Composed
@@ -35,6 +35,10 @@ STATE = "train_state.json"
 VERSION = 1
 ORDER_FIELDS = ("seq_len", "document_mask", "shuffle", "holdout")
 """fields of DataConfig on which rows and their order depend"""
+BALANCE_FIELDS = ("model.moe.balance.", "model.moe.exploration.")
+"""numbers of the training of experts: they may change in a run, as those of the optimizer may"""
+FREE_FIELDS = (*BALANCE_FIELDS, "model.moe.dispatcher", "model.moe.upcycle", "model.moe.granularity")
+"""fields of the model that a run may change: those, how tokens travel, and where the run once started from"""
 
 
 @dataclass(frozen=True)
@@ -197,9 +201,10 @@ def resume(
             raise ValueError(f"checkpoint.resume=must, and {root} holds no complete checkpoint; check --out")
         if recipe.init_from:
             source = as_folder(recipe.init_from)
-            if not source.is_dir():
+            if not all(together(None, source.is_dir)):
                 raise ValueError(
-                    f"init_from={recipe.init_from} is not a folder; give a checkpoint or Hugging Face folder"
+                    f"init_from={recipe.init_from} is not a folder (on one rank at least); give a checkpoint or "
+                    "Hugging Face folder that all ranks see"
                 )
             return TrainState(), start_from(source, recipe, model)
         return TrainState(), []
@@ -215,21 +220,20 @@ def resume(
     return state, changes_of_course(facts["recipe"], recipe.options())
 
 
-def changes_of_course(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+def changes_of_course(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Fields that change what a resumed run computes from here on: each as it was and is."""
     free = (
         *("mesh", "parallel", "pipeline", "checkpoint", "observe", "validation", "out", "model", "name"),
         *("init_from", "init_missing"),
     )
-    found = []
-    for key, value in now.items():
-        before = was.get(key, value)
-        if isinstance(value, Mapping) and isinstance(before, Mapping):
-            found += changes_of_course(before, value, f"{prefix}{key}.") if prefix or key not in free else []
-        elif (prefix or key not in free) and prefix + key not in ("data.workers", "data.prefetch", "data.path"):
-            before, value = (tuple(x) if isinstance(x, list) else x for x in (before, value))
-            if before != value:
-                found.append(f"{prefix}{key} was {before} and is {value}: the run goes on otherwise from here")
+    before, found = flat(was), []
+    for key, value in flat(now).items():
+        layout = key.partition(".")[0] in free and not key.startswith(BALANCE_FIELDS)
+        if layout or key in ("data.workers", "data.prefetch", "data.path"):
+            continue
+        old, new = (tuple(x) if isinstance(x, list) else x for x in (before.get(key, value), value))
+        if old != new:
+            found.append(f"{key} was {old} and is {new}: the run goes on otherwise from here")
     return found
 
 
@@ -244,18 +248,23 @@ def check_same_run(folder: Folder, facts: Mapping[str, Any], recipe: Recipe, cor
             f"{folder / STATE} has version {facts['version']}, and composable {composable.__version__} reads up to "
             f"{VERSION}; update composable"
         )
-    was = {f"model.{name}": value for name, value in facts["recipe"]["model"].items()}
-    now = {f"model.{name}": value for name, value in json.loads(recipe.to_json())["model"].items()}
+    was, now = (
+        {name: value for name, value in flat(model, "model.").items() if not name.startswith(FREE_FIELDS)}
+        for model in (facts["recipe"]["model"], json.loads(recipe.to_json())["model"])
+    )
     was |= {f"data.{name}": facts["data"][name] for name in ORDER_FIELDS} | {"seed": facts["recipe"]["seed"]}
     now |= {f"data.{name}": getattr(recipe.data, name) for name in ORDER_FIELDS} | {"seed": recipe.seed}
     was |= {"dtype": facts["recipe"]["dtype"]}
     now |= {"dtype": recipe.dtype}
     was |= {"optimizer.kind": facts["recipe"]["optimizer"]["kind"], "data (fingerprint)": facts["data"]["fingerprint"]}
     now |= {"optimizer.kind": recipe.optimizer.kind, "data (fingerprint)": corpus.fingerprint}
-    different = [f"{key} was {was.get(key)} and is {now.get(key)}" for key in now if was.get(key) != now.get(key)]
+    different = [
+        f"{key} was {was.get(key)} and is {now.get(key)}" for key in {**was, **now} if was.get(key) != now.get(key)
+    ]
     if different:
+        shown = "; ".join(different[:8] + ["..."] * (len(different) > 8))
         raise ValueError(
-            f"{folder} belongs to another run: {'; '.join(different)}. Go on with the same values, or start a new run "
+            f"{folder} belongs to another run: {shown}. Go on with the same values, or start a new run "
             f"from its weights: another --out with --init-from {folder}"
         )
 

@@ -1,6 +1,7 @@
 """What people type: scripts under torchrun, signals, kills."""
 
 import json
+import math
 import os
 import random
 import re
@@ -22,6 +23,7 @@ from composable.checkpoint.listing import list_folder
 from composable.checkpoint.load import load
 from composable.data.tokens import TokenWriter
 from composable.observe.metrics import read_metrics
+from composable.recipe import command_line, recipe_of
 
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -29,6 +31,26 @@ TINY = [
     *("--model.head-dim", "8", "--model.ffn", "24", "--data.seq-len", "16", "--data.global-batch", "8"),
     *("--data.micro-batch", "1", "--validation.every", "0", "--schedule.warmup", "4"),
 ]
+
+
+def commands_of_the_readme() -> list[str]:
+    """Those that start a recipe, or its verification, with options that the recipe's own `RECIPE` takes."""
+    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    found = [line for line in lines if line.startswith(("torchrun", "python")) and " recipes/" in line]
+    return [line for line in found if not re.search(r"by_hand|bench_step|--help|\.\.\.$", line)]
+
+
+@pytest.mark.parametrize("command", commands_of_the_readme())
+def test_the_options_of_every_command_of_the_readme_go_together(command):
+    words = shlex.split(command)
+    counts = [int(words[words.index(name) + 1]) for name in ("--nnodes", "--nproc-per-node") if name in words]
+    place = next(i for i, word in enumerate(words) if word.startswith("recipes/"))
+    command_line(recipe_of(ROOT / words[place]), words[place + 1 :]).resolve(math.prod(counts))
+
+
+def test_the_readme_has_commands():
+    assert len(commands_of_the_readme()) >= 7
 
 
 @pytest.fixture

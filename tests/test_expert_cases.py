@@ -289,6 +289,13 @@ def test_a_loss_of_global_scope_does_not_depend_on_how_a_step_is_cut(ranks):
     assert (cut[name] - whole[name]).abs().max() > 1e-6  # the split matters where the scope says so
 
 
+def test_losses_that_ask_for_no_load_of_the_step_cost_no_pass_that_counts_it():
+    assert Balance(switch=0.1, scope="global").counts_step
+    assert Balance(kl=0.1, scope="global").counts_step
+    assert not Balance(switch=0.1).counts_step
+    assert not Balance(sequence=0.1, z=0.1, scope="global").counts_step
+
+
 # Experts without a token
 
 FORCED = {

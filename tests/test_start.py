@@ -130,6 +130,31 @@ def test_what_may_be_missing_keeps_its_initial_values_and_is_listed(ranks, tmp_p
         assert all(torch.equal(weights[name], good[name].to(weights[name].dtype)) for name in weights if name != BIAS)
 
 
+def test_weights_that_a_model_has_more_may_be_missing_and_the_error_says_how(ranks, tmp_path):
+    good = publish(tmp_path / "hf", MODEL)
+    more = dataclasses.replace(MODEL, qk_norm=True)
+    for error in ranks(2, start, tmp_path / "hf", more, MESHES["sharded"]):
+        assert "model.qk_norm is False there and True here; name the weights that this adds as --init-missing" in error
+    for error in ranks(2, start, tmp_path / "hf", more, MESHES["sharded"], ["*.q_norm.weight"]):
+        assert "lacks 2 tensors (model.layers.0.self_attn.k_norm.weight" in error
+        assert "--init-missing" in error
+    for error in ranks(2, start, tmp_path / "hf", dataclasses.replace(more, ffn=32), MESHES["sharded"], ["*"]):
+        assert "model.ffn is 24 there and 32 here" in error
+    for remarks, before, weights in ranks(2, start, tmp_path / "hf", more, MESHES["sharded"], ["*.[qk]_norm.weight"]):
+        assert "warning: 4 tensors" in remarks[1]
+        for name, weight in weights.items():
+            assert torch.equal(weight, good[name].to(weight.dtype) if name in good else before[name])
+
+
+def test_a_router_that_had_no_correction_bias_starts_with_one_of_zeros(ranks, tmp_path):
+    publish(tmp_path / "hf", EXPERTS)
+    more = dataclasses.replace(EXPERTS, moe=dataclasses.replace(EXPERTS.moe, correction=True))
+    bias = "model.layers.0.mlp.gate.e_score_correction_bias"
+    for remarks, _, weights in ranks(2, start, tmp_path / "hf", more, MESHES["stages"], ["*e_score_correction_bias"]):
+        assert "warning: 2 tensors" in remarks[1]
+        assert bias not in weights or not weights[bias].any()
+
+
 def test_a_name_in_two_files_and_a_file_that_is_not_there_are_refused(ranks, tmp_path):
     for name in ("twice", "gone"):
         publish(tmp_path / name, MODEL)

@@ -29,7 +29,7 @@ from composable.optim.optimizers import OptimizerConfig
 from composable.optim.schedules import ScheduleConfig
 from composable.parallel.config import Parallel, Pipeline
 from composable.recipe import CheckpointConfig, ObserveConfig, Recipe, ValidationConfig, command_line
-from composable.state import changes_of_course
+from composable.state import ORDER_FIELDS, Corpus, changes_of_course, check_same_run
 from composable.step import NonFinite
 from composable.train import train
 from tests.pool import RankError
@@ -272,9 +272,9 @@ def experts_seen(out: Path) -> dict[str, list[float]]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"capacity": Capacity(1.5, "drop_position")}, r"model.moe was .*'factor': 1.0.* and is .*'factor': 1.5"),
-        ({"correction": False, "balance": Balance()}, "model.moe was"),
-        ({"experts": 4}, "model.moe was"),
+        ({"capacity": Capacity(1.5, "drop_position")}, r"model.moe.capacity.factor was 1.0 and is 1.5"),
+        ({"correction": False, "balance": Balance()}, "model.moe.correction was True and is False"),
+        ({"experts": 4}, "model.moe.experts was 8 and is 4"),
     ],
 )
 def test_a_run_does_not_go_on_with_other_experts(changes, words, ranks, text, tmp_path):
@@ -283,6 +283,23 @@ def test_a_run_does_not_go_on_with_other_experts(changes, words, ranks, text, tm
     other = dataclasses.replace(EXPERTS, moe=dataclasses.replace(EXPERTS.moe, **changes))
     with pytest.raises(RankError, match=words):
         ranks(2, train, dataclasses.replace(recipe, steps=3, model=other))
+
+
+def test_a_run_goes_on_with_other_numbers_of_balance_and_says_so_and_by_another_dispatcher(text, tmp_path):
+    recipe = recipe_of(text, tmp_path / "run", model=EXPERTS)
+    balance = dataclasses.replace(EXPERTS.moe.balance, switch=0.5)
+    now = dataclasses.replace(EXPERTS.moe, balance=balance, dispatcher="hierarchical", upcycle=True)
+    other = dataclasses.replace(recipe, model=dataclasses.replace(EXPERTS, moe=now))
+    corpus = Corpus.open(recipe.data, 256)
+    facts = {"version": 1, "recipe": json.loads(recipe.to_json())}
+    facts["data"] = {"fingerprint": corpus.fingerprint, **{name: getattr(recipe.data, name) for name in ORDER_FIELDS}}
+    check_same_run(tmp_path, facts, other, corpus)
+    was = EXPERTS.moe.balance.switch
+    assert changes_of_course(facts["recipe"], other.options()) == [
+        f"model.moe.balance.switch was {was} and is 0.5: the run goes on otherwise from here"
+    ]
+    with pytest.raises(ValueError, match=r"model\.moe\.experts was 8 and is None"):
+        check_same_run(tmp_path, facts, dataclasses.replace(recipe, model=MODEL), corpus)
 
 
 def same_runs(ours: Path, theirs: Path) -> None:
@@ -478,6 +495,7 @@ def test_a_checkpoint_of_another_run_is_refused_on_every_rank(changes, words, ra
         ({"checkpoint": CheckpointConfig(resume="must")}, "resume=must"),
         ({"model": dataclasses.replace(MODEL, vocab_size=100)}, "vocabulary of 256 and the model one of 100"),
         ({"schedule": ScheduleConfig(warmup=-1)}, "warmup is -1"),
+        ({"out": "s3://bucket/run"}, r"out=s3://bucket/run is a URL.*checkpoint\.folder"),
         ({"steps": -1}, "steps=-1"),
     ],
 )
@@ -487,7 +505,7 @@ def test_bad_input_is_refused_on_every_rank(changes, words, ranks, text, tmp_pat
             2,
             train,
             recipe_of(text, tmp_path / "run", **changes)
-            if "steps" not in changes
+            if not {"steps", "out"} & changes.keys()
             else dataclasses.replace(recipe_of(text, tmp_path / "run"), **changes),
         )
     assert "rank 0: " in str(caught.value)
@@ -526,6 +544,28 @@ def test_two_jobs_never_share_a_run_folder(ranks, text, tmp_path):
     (tmp_path / "run").mkdir()
     with locked(tmp_path / "run"), pytest.raises(RankError, match="give each job a folder"):
         ranks(2, train, recipe_of(text, tmp_path / "run"))
+
+
+def test_two_jobs_never_share_a_folder_of_checkpoints(ranks, text, tmp_path):
+    from composable.checkpoint.folder import locked
+
+    (tmp_path / "saved").mkdir()
+    recipe = recipe_of(text, tmp_path / "run", 1, checkpoint=CheckpointConfig(folder=str(tmp_path / "saved")))
+    with locked(tmp_path / "saved"), pytest.raises(RankError, match=r"saved is being written by another process"):
+        ranks(2, train, recipe)
+    same_place = dataclasses.replace(recipe, checkpoint=CheckpointConfig(folder=recipe.out))
+    assert ranks(2, train, same_place)[0].step == 1
+    assert latest(tmp_path / "run") == tmp_path / "run" / "step-00000001"
+
+
+def test_a_router_whose_only_weight_is_one_is_warned_of():
+    def warnings(**rule) -> list[str]:
+        model = dataclasses.replace(MODEL, moe=MoEConfig(experts=4, top_k=1, ffn=8, **rule))
+        found = Recipe("tiny", model, data=DataConfig(seq_len=8)).resolve(1)[1]
+        return [text for text in found if "router learns nothing" in text]
+
+    assert len(warnings(normalise=True)) == len(warnings(normalise=False, score="topk_softmax")) == 1
+    assert warnings(normalise=False) == []
 
 
 def test_a_profile_and_a_memory_snapshot_are_written_on_demand(ranks, text, tmp_path):

@@ -181,7 +181,7 @@ def computed(config: DecoderConfig) -> DecoderConfig:
 
 def differences(there: DecoderConfig, here: DecoderConfig) -> list[str]:
     """What makes two models different functions of their weights: each field as it is there and here."""
-    was, now = (_flat(dataclasses.asdict(computed(config))) for config in (there, here))
+    was, now = (flat(dataclasses.asdict(computed(config))) for config in (there, here))
     fields = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     return [f"model.{name} is {was.get(name)} there and {now.get(name)} here" for name in fields]
 
@@ -196,10 +196,11 @@ def _get(config: DecoderConfig, ours: str) -> Any:
     return getattr(config.moe if part else config, name)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one, its names joined by dots."""
     out: dict[str, Any] = {}
     for name, value in values.items():
-        out |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+        out |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return out
 
 

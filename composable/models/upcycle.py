@@ -100,6 +100,7 @@ def check_upcycle(config: DecoderConfig) -> MoEConfig:
             f"moe.upcycle with moe.ffn={moe.ffn} and moe.granularity={size}: together they are the dense width "
             f"model.ffn={config.ffn}; write moe.ffn={config.ffn // size}"
             + ("" if config.ffn % size == 0 else f", and a granularity that divides {config.ffn}")
+            + f", or model.ffn={size * moe.ffn} if that is the dense model's"
         )
     for name, value in (("top_k", moe.top_k), ("experts / moe.groups", moe.experts // moe.groups)):
         if value % size:

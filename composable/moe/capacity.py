@@ -101,7 +101,7 @@ def _limit(
 def drop(tokens: Tokens, experts: int, room: Tensor, *, by_weight: bool) -> Tensor:
     """ids [T, K] with -1 where an expert has more than `room` choices: the lowest weights go first, or the last tokens.
 
-    Of equal weights the later token goes.
+    Of weights that are equal in float32 the later token goes.
     """
     asked = tokens.ids.masked_fill(~tokens.real[:, None], -1)
     place = _places(asked, tokens.weights if by_weight else None, tokens.index, experts)
@@ -111,8 +111,8 @@ def drop(tokens: Tokens, experts: int, room: Tensor, *, by_weight: bool) -> Tens
 def place_next(tokens: Tokens, scores: Tensor, order: Tensor, room: Tensor) -> Tensor:
     """ids [T, K] in rounds: the open choices of a token ask its best experts that have room and do not hold it yet.
 
-    An expert admits by score, then by the tokens' order, and never lets go. A choice is refused only by an expert that
-    is then full, so that there are at most as many rounds as experts. A choice that finds no expert is -1.
+    An expert admits by score (in float32), then by the tokens' order, and never lets go. A choice is refused only by an
+    expert that is then full, so that there are at most as many rounds as experts. A choice that finds no expert is -1.
 
     Args:
         scores: [T, E]: by which experts admit.
@@ -153,7 +153,8 @@ def _places(asked: Tensor, weights: Tensor | None, index: Tensor, experts: int) 
     order = index.sort(stable=True).indices  # tokens, first to last
     order = (order[:, None] * k + torch.arange(k, device=asked.device)).flatten()
     if weights is not None:
-        order = order[weights.flatten()[order].sort(descending=True, stable=True).indices]
+        compared = weights.flatten()[order].to(torch.float32)
+        order = order[compared.sort(descending=True, stable=True).indices]
     expert = flat[order].masked_fill(flat[order] < 0, experts)
     by_expert = expert.sort(stable=True)
     order = order[by_expert.indices]

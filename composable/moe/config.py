@@ -33,6 +33,11 @@ class Balance:
         """name -> coefficient of those that are on."""
         return {name: getattr(self, name) for name in ("switch", "kl", "sequence", "z") if getattr(self, name)}
 
+    @property
+    def counts_step(self) -> bool:
+        """Whether a loss that is on asks for the choices of the whole step."""
+        return self.scope == "global" and bool(self.switch or self.kl)
+
 
 @dataclass(frozen=True)
 class Capacity:
@@ -75,6 +80,11 @@ class Exploration:
         for name in ("noise_scale", "temperature_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"moe.exploration.{name}={getattr(self, name)}: it is 0 or positive")
+        if self.temperature != self.temperature_end and not self.temperature_steps:
+            raise ValueError(
+                f"moe.exploration.temperature={self.temperature} with temperature_end={self.temperature_end} and "
+                "temperature_steps=0: it would never be used; write the steps in which it goes from one to the other"
+            )
 
     @property
     def draws(self) -> bool:

@@ -220,7 +220,7 @@ class MoE(nn.Module):
         """[E] choices among all tokens of the step; None: those of the micro-batch count."""
         if info.counts is not None:
             return info.counts[self.layer]
-        if self.config.balance.scope != "global" or step_group is None:
+        if not self.config.balance.counts_step or step_group is None:
             return None
         counts = count(executed, self.config.experts, None if info.mask is None else info.mask.flatten())
         return sum_counts(counts, step_group)

@@ -82,7 +82,7 @@ def runtime_of(
             batch = init_device_mesh(device_type, shape, mesh_dim_names=("others", "batch")).get_group("batch")
         else:
             batch = views.dense.get_group("cp" if mesh.cp > 1 else "tp")
-    alone = mesh.pp == 1 and micro_batches == 1 and config.balance.scope == "global"
+    alone = mesh.pp == 1 and micro_batches == 1 and config.balance.counts_step
     side = torch.cuda.Stream() if views.dense.device_type == "cuda" and config.shared_ffn and ranks else None
     return Runtime(ranks, batch, dist.group.WORLD if alone else None, side, seed, record)
 

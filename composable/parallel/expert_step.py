@@ -61,8 +61,7 @@ class ExpertStep:
         A forward pass without gradients counts them; the log keeps its time. With one micro-batch a rank, layers add up
         their counts themselves.
         """
-        counted = self.config.balance.scope == "global" and self.config.balance.losses
-        if not counted or self.runtime.step_group is not None:
+        if not self.config.balance.counts_step or self.runtime.step_group is not None:
             return batches
         start = time.perf_counter()
 

@@ -129,7 +129,10 @@ def test_every_layout_starts_with_the_same_weights(ranks, tmp_path, rule, count)
     [
         (dict(normalise=False), "score=softmax and moe.normalise=False.*write moe.normalise=True"),
         (dict(shared_ffn=8), "shared_ffn=8.*write moe.shared_ffn=0"),
-        (dict(ffn=16), "ffn=16 and moe.granularity=2.*width model.ffn=24; write moe.ffn=12$"),
+        (
+            dict(ffn=16),
+            "ffn=16 and moe.granularity=2.*width model.ffn=24; write moe.ffn=12, or model.ffn=32 if that is",
+        ),
         (dict(granularity=5), "write moe.ffn=4, and a granularity that divides 24"),
         (dict(top_k=3), "top_k=3 with moe.granularity=2.*a multiple of 2"),
         (dict(experts=6, groups=2, groups_kept=2), "experts / moe.groups=3 with moe.granularity=2"),

@@ -17,7 +17,7 @@ def executed(chosen, logits, config, index, mask, bias):
     if config.capacity.overflow != "next":
         asked = [(t, c) for t in order for c in range(k)]
         if config.capacity.overflow == "drop_weight":
-            asked.sort(key=lambda tc: -chosen.weights[tc].item())
+            asked.sort(key=lambda tc: -chosen.weights[tc].float().item())
         left = [room] * experts
         for t, c in asked:
             e = chosen.ids[t, c].item()
@@ -25,7 +25,7 @@ def executed(chosen, logits, config, index, mask, bias):
                 left[e] -= 1
                 out[t][c] = e
         return out
-    wish, by = preference(score(logits, config), config, bias).tolist(), probabilities(logits, config).tolist()
+    wish, by = preference(score(logits, config), config, bias).tolist(), probabilities(logits, config).float().tolist()
     left, held = [room] * experts, {t: [] for t in order}
     while True:
         queues = [[] for _ in range(experts)]

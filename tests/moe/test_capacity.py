@@ -48,6 +48,18 @@ def test_capacity_equals_a_queue_in_plain_python(tokens, experts, overflow, fact
     assert (routing.weights[routing.ids < 0] == 0).all()
 
 
+@pytest.mark.parametrize("overflow", ["drop_weight", "next"])
+def test_equal_tokens_tie_whatever_the_rounding_of_a_layout(overflow):
+    config = config_of(4, 1, 1.0, overflow)
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0], dtype=torch.float64).expand(8, 4)
+    noise = torch.linspace(-1e-14, 1e-14, 8, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0, 0, 0])
+    found = []
+    for inputs in (logits + noise, logits - noise):
+        found.append(limit(route(inputs, config), inputs, config).ids.flatten().tolist())
+    assert found[0] == found[1]
+    assert [token for token, expert in enumerate(found[0]) if expert == 0] == [0, 1]
+
+
 def test_what_fits_is_left_alone():
     logits, index, _ = inputs(16, 4, 0, 1000)
     for overflow in ("drop_weight", "drop_position", "next"):

@@ -163,6 +163,7 @@ def test_jitter_stays_near_one_and_off_without_a_draw():
         (lambda: Capacity(-1), "dropless"),
         (lambda: Exploration(jitter=1), "below 1"),
         (lambda: Exploration(temperature=0), "positive"),
+        (lambda: Exploration(temperature=2.0), "temperature_steps=0: it would never be used"),
         (lambda: route(torch.zeros(3, 5), MoEConfig(4, 2)), "moe.experts=4"),
     ],
 )
