@@ -8,10 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from composable.checkpoint import folder as folders
+from composable.checkpoint.for_ranks import layout_files
 from composable.checkpoint.format import Place, Stored, TensorSpec, read_header
 from composable.checkpoint.owners import check_cover
 from composable.checkpoint.plan import SECTIONS
 from composable.checkpoint.remote import Folder, as_folder
+from composable.checkpoint.shards import Box
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Listing:
 def list_folder(folder: Folder | str, sections: Sequence[str] = tuple(SECTIONS)) -> Listing:
     """The tensors of a checkpoint or of a plain safetensors folder, from the files' headers; no tensor is read.
 
+    Also those of a folder of files for ranks (`for_ranks.py`): of what stands in several files, one copy.
+
     Raises ValueError that names the file for an incomplete checkpoint, a missing or truncated file, a name that stands
     in two files or not where the index says, and parts that do not make up a tensor; FileNotFoundError where there are
     no weights.
@@ -43,6 +47,8 @@ def list_folder(folder: Folder | str, sections: Sequence[str] = tuple(SECTIONS))
 
 def _list_section(folder: Folder, subfolder: str, prefix: str) -> dict[str, Stored]:
     base = folder / subfolder
+    if not subfolder and (for_ranks := layout_files(folder)):
+        return _assembled(base, _once(place for file in for_ranks for place in read_header(base / file, file).values()))
     indices: list[Folder] = sorted(base.glob("*.safetensors.index.json"), key=str)
     preferred = base / f"{prefix}.safetensors.index.json"
     index = preferred if preferred in indices else indices[0] if len(indices) == 1 else None
@@ -72,6 +78,14 @@ def _list_section(folder: Folder, subfolder: str, prefix: str) -> dict[str, Stor
         if name not in places or places[name].file != os.path.join(subfolder, file):
             raise ValueError(f"{index} says that {name} is in {file}, it is not; write the index anew or remove it")
     return _assembled(base, places.values())
+
+
+def _once(places: Iterable[Place]) -> Iterable[Place]:
+    """Of the places of one part the first."""
+    found: dict[tuple[str, Box], Place] = {}
+    for place in places:
+        found.setdefault((place.name, place.box), place)
+    return found.values()
 
 
 def _weight_map(index: Folder) -> dict[str, str]:

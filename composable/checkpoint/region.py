@@ -1,0 +1,29 @@
+"""Any box of a stored tensor, from whichever files hold it, without the rest."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from composable.checkpoint.format import Stored
+from composable.checkpoint.remote import Folder
+from composable.checkpoint.shards import Box, Piece
+from composable.checkpoint.storage import naming, opened_files
+from composable.checkpoint.transfer import read_box
+
+
+def read_region(folder: Folder, tensor: Stored, box: Box) -> Tensor:
+    """The values of `box` of a tensor of `folder`, contiguous, of the shape `box.sizes`; OSError names a file.
+
+    Takes the memory of the values and at most 16 MiB more. Files are open while they are read only: a checkpoint of
+    any number of files needs no more descriptors than one.
+    """
+    values = torch.empty(box.sizes, dtype=tensor.spec.dtype)
+    shared = [(place, common) for place in tensor.places if (common := place.box.overlap(box)).numel]
+    with opened_files(folder, {place.file for place, _ in shared}) as opens:
+        for place, common in shared:
+            inner = common.within(place.box)
+            with naming(folder / place.file):
+                piece = Piece(values[common.slices(box.offsets)], place.spec.shape, inner)
+                read_box(opens[place.file], place, piece, inner)
+    return values
