@@ -22,8 +22,10 @@ from composable.checkpoint.together import together
 from composable.data.loader import DataConfig
 from composable.data.packing import sample_count
 from composable.data.tokens import Tokens, load_tokens
+from composable.models.config import DecoderConfig
 from composable.models.families import flat, to_hugging_face
 from composable.models.names import in_file
+from composable.moe.config import MoEConfig
 from composable.optim.optimizers import optimizer_tensors
 from composable.parallel.compose import Composed
 from composable.parallel.tied import copy_tied_weight
@@ -250,7 +252,7 @@ def check_same_run(folder: Folder, facts: Mapping[str, Any], recipe: Recipe, cor
         )
     was, now = (
         {name: value for name, value in flat(model, "model.").items() if not name.startswith(FREE_FIELDS)}
-        for model in (facts["recipe"]["model"], json.loads(recipe.to_json())["model"])
+        for model in (_with_defaults(facts["recipe"]["model"]), json.loads(recipe.to_json())["model"])
     )
     was |= {f"data.{name}": facts["data"][name] for name in ORDER_FIELDS} | {"seed": facts["recipe"]["seed"]}
     now |= {f"data.{name}": getattr(recipe.data, name) for name in ORDER_FIELDS} | {"seed": recipe.seed}
@@ -267,6 +269,13 @@ def check_same_run(folder: Folder, facts: Mapping[str, Any], recipe: Recipe, cor
             f"{folder} belongs to another run: {shown}. Go on with the same values, or start a new run "
             f"from its weights: another --out with --init-from {folder}"
         )
+
+
+def _with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
+    """A model as an older version wrote it, with what it did not know yet: fields have begun at their default."""
+    moe = model.get("moe")
+    defaults = dataclasses.asdict(DecoderConfig())
+    return {**defaults, **model, "moe": moe and {**dataclasses.asdict(MoEConfig()), **moe}}
 
 
 def last_step(recipe: Recipe, corpus: Corpus, state: TrainState) -> int:

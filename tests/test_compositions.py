@@ -66,7 +66,9 @@ def large_rows() -> list[Row]:
 
 
 def name(row: Row) -> str:
-    return "-".join(f"{key}={value}" for key, value in row.items() if value not in (None, False, 1, "none"))
+    return "-".join(
+        f"{key}={value}" for key, value in row.items() if value is True or value not in (None, False, 1, "none")
+    )
 
 
 def recipe_of(row: Row) -> Recipe:

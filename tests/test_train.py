@@ -480,6 +480,23 @@ def test_a_checkpoint_of_another_run_is_refused_on_every_rank(changes, words, ra
     assert "rank 1: ValueError" in str(caught.value)
 
 
+def test_a_field_that_an_older_version_did_not_know_had_its_default(text, tmp_path):
+    recipe = recipe_of(text, tmp_path / "run", model=EXPERTS)
+    corpus = Corpus.open(recipe.data, EXPERTS.vocab_size)
+    data = {"fingerprint": corpus.fingerprint, **{name: getattr(recipe.data, name) for name in ORDER_FIELDS}}
+    facts = {"version": 1, "recipe": recipe.options(), "data": data}
+    del facts["recipe"]["model"]["qk_norm"]
+    del facts["recipe"]["model"]["moe"]["groups"]
+    check_same_run(tmp_path, facts, recipe, corpus)
+    with pytest.raises(ValueError, match=r"model.qk_norm was False and is True"):
+        check_same_run(
+            tmp_path, facts, dataclasses.replace(recipe, model=dataclasses.replace(EXPERTS, qk_norm=True)), corpus
+        )
+    facts["recipe"]["model"]["moe"] = None
+    with pytest.raises(ValueError, match=r"model.moe"):
+        check_same_run(tmp_path, facts, recipe, corpus)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
