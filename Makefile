@@ -37,7 +37,7 @@ lint: .venv/ready  ## ruff and mypy
 test: .venv/ready lint  ## the tests that every change must pass (minutes)
 	$(BIN)/python -m pytest
 
-test-all: .venv/ready lint  ## every layout and the fault loops; goes on where it stopped, SHARD=i/n takes a part
+test-all: .venv/ready lint  ## every layout and the fault loops; goes on where it stopped (.pytest_cache/passed-*), SHARD=i/n takes a part
 	$(BIN)/python -m pytest -m '' --resume
 
 format: .venv/ready  ## let ruff write the code as it wants it

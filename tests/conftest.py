@@ -60,8 +60,10 @@ def pytest_collection_modifyitems(config, items) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    if call.when == "call" and report.passed and hasattr(item.config, "passed"):
-        item.config.passed.parent.mkdir(exist_ok=True)
-        with item.config.passed.open("a") as file:
-            file.write(item.nodeid + "\n")
+    if hasattr(item.config, "passed") and (report.failed or (call.when == "call" and report.passed)):
+        # A long run may be stopped before pytest tells of its failures: they are written down as they come.
+        path = item.config.passed if report.passed else item.config.passed.with_suffix(".failures")
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a") as file:
+            file.write(item.nodeid + "\n" + (f"{report.longrepr}\n\n" if report.failed else ""))
     return report
