@@ -121,7 +121,7 @@ def test_training_options_change_no_family_and_are_not_told(name):
         options = dict(
             balance=Balance(switch=0.5, z=0.1),
             capacity=Capacity(2.0),
-            exploration=Exploration(noise="gumbel", temperature_end=0.5),
+            exploration=Exploration(noise="gumbel", temperature_end=0.5, temperature_steps=10),
             upcycle=True,
         )
         trained = replace(config, moe=replace(config.moe, **options))
