@@ -23,7 +23,7 @@ from composable.checkpoint.owners import check_cover
 from composable.checkpoint.plan import SectionPlan, Table, Writer, merge_specs, plan_sections
 from composable.checkpoint.region import read_region
 from composable.checkpoint.remote import Folder
-from composable.checkpoint.save import _finish
+from composable.checkpoint.save import finish
 from composable.checkpoint.shards import Box, Piece, chunk_boxes, full_box
 from composable.checkpoint.storage import naming, opened, write_all
 from composable.checkpoint.transfer import raw, run_all, write_box
@@ -174,7 +174,7 @@ def rewrite(plan: Rewrite, target: Path, chunk: int, advance: Callable[[int], ob
             written = write_units(draft / output.folder, output.files, units, values, advance)
             checksums += [(output.section, *entry) for entry in written]
         if plan.sections:
-            _finish(draft, plan.sections, plan.small, [checksums])
+            finish(draft, plan.sections, plan.small, [checksums])
         else:
             for name, content in plan.small.items():
                 folders.write_file(draft / name, content)

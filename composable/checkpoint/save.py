@@ -99,7 +99,7 @@ def commit(
             together(group, lambda: _create(folder, sections) if rank == 0 else None)
             write = write_own_files if own else _write
             checksums = together(group, lambda: write(folder, sections, parts, rank))
-            together(group, lambda: _finish(folder, sections, files, checksums) if rank == 0 else None)
+            together(group, lambda: finish(folder, sections, files, checksums) if rank == 0 else None)
         except Exception:
             # Every rank has stopped writing: the exchange of errors is a barrier.
             if rank == 0 and not folders.is_complete(folder):
@@ -190,7 +190,7 @@ def _write(folder: Folder, sections: Sequence[SectionPlan], parts: Parts, rank: 
     return checksums
 
 
-def _finish(
+def finish(
     folder: Folder,
     sections: Sequence[SectionPlan],
     files: Mapping[str, str | bytes],

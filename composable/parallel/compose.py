@@ -104,9 +104,9 @@ def compose(
     mine = [index for index, rank in enumerate(ranks) if rank == views.parameters.get_local_rank("pp")]
     method = LOCAL if mesh.cp == 1 else context_method(parallel.context, views.dense.get_group("cp"))
     log, runtime = _routing_log(architecture, mesh, shape, device), ALONE
-    if architecture.moe is not None and log is not None:
+    if log:
         runtime = runtime_of(
-            architecture.moe,
+            log.config,
             mesh,
             views,
             ranks_per_node=ranks_per_node or mesh.world,
@@ -123,9 +123,7 @@ def compose(
     else:
         train, evaluate = partial(_train, parts[0], parallel, device), partial(_evaluate, parts[0], device)
     cut = partial(shard_sequence, rank=views.dense.get_local_rank("cp"), cp=mesh.cp) if mesh.cp > 1 else _whole
-    experts = None
-    if architecture.moe is not None and log is not None:
-        experts = ExpertStep(architecture.moe, mesh, runtime, log, _biases(parts, architecture))
+    experts = ExpertStep(mesh, runtime, log, _biases(parts, architecture)) if log else None
     return Composed(
         tuple(parts),
         mesh,

@@ -11,7 +11,6 @@ from torch import Tensor
 from composable.data.loader import MicroBatch
 from composable.mesh import Mesh
 from composable.moe.balance import update_bias
-from composable.moe.config import MoEConfig
 from composable.moe.layer import Runtime
 from composable.moe.log import RoutingLog, Totals
 
@@ -20,7 +19,6 @@ from composable.moe.log import RoutingLog, Totals
 class ExpertStep:
     """Of all layers with experts of a model, on one rank."""
 
-    config: MoEConfig
     mesh: Mesh
     runtime: Runtime
     log: RoutingLog
@@ -38,7 +36,7 @@ class ExpertStep:
         """
         rank = self.mesh.data_rank(dist.get_rank())
         rows = [int((batch.samples >= 0).sum()) for batch in batches]
-        balances = step is not None and bool(self.config.balance.losses)
+        balances = step is not None and bool(self.log.config.balance.losses)
         total = self._everywhere(sum(rows)) if balances else 0.0
         out = []
         for number, (batch, real) in enumerate(zip(batches, rows, strict=True)):
@@ -61,7 +59,7 @@ class ExpertStep:
         A forward pass without gradients counts them; the log keeps its time. With one micro-batch a rank, layers add up
         their counts themselves.
         """
-        if not self.config.balance.counts_step or self.runtime.step_group is not None:
+        if not self.log.config.balance.counts_step or self.runtime.step_group is not None:
             return batches
         start = time.perf_counter()
 
@@ -75,10 +73,10 @@ class ExpertStep:
 
     def update(self) -> None:
         """Move the biases after an optimizer step; collective, one reduction, if there is a rate."""
-        if self.config.balance.bias_rate:
+        if self.log.config.balance.bias_rate:
             counts = self.log.counts()
             for layer, bias in self.biases.items():
-                update_bias(bias, counts[layer - self.log.layers.start], self.config.balance.bias_rate)
+                update_bias(bias, counts[layer - self.log.layers.start], self.log.config.balance.bias_rate)
 
     def totals(self) -> Totals:
         """What experts did since this was last asked for; collective."""

@@ -23,5 +23,5 @@ def save_as_ranks(folder, ranks: Sequence[Held], writer: str, max_file_size: int
         checksums = [
             write(folder, sections, owned_parts(sections, held, rank), rank) for rank, held in enumerate(ranks)
         ]
-        module._finish(folder, sections, {"config.json": "{}"}, checksums)
+        module.finish(folder, sections, {"config.json": "{}"}, checksums)
     return sections

@@ -70,8 +70,11 @@ def test_a_reader_by_the_text_reads_weights_and_moments_of_both_writers(kind, ra
 def test_every_kind_of_tensor_is_read_and_a_folder_without_an_optimizer_has_none(tmp_path):
     save(tmp_path, many_kinds(), {}, {}, writer="per_rank", max_file_size=50)
     tensors = reader.read(tmp_path)
-    assert all(torch.equal(tensors[name].view(torch.uint8), tensor.resolve_conj().contiguous().view(torch.uint8))
-               for name, tensor in many_kinds().items() if tensor.ndim)  # fmt: skip
+    assert all(
+        torch.equal(tensors[name].view(torch.uint8), tensor.resolve_conj().contiguous().view(torch.uint8))
+        for name, tensor in many_kinds().items()
+        if tensor.ndim
+    )
     assert tensors["scalar_int64"].item() == 7
     assert reader.read(tmp_path, "optimizer") == {}
 

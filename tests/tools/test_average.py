@@ -9,21 +9,11 @@ import transformers
 
 from composable.checkpoint import save
 from composable.checkpoint.average import plan_mean, write_mean
-from tests.test_commands import ROOT
 
 
 @pytest.fixture
-def average(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import average as tool
-
-    def run(*arguments):
-        capsys.readouterr()
-        status = tool.main([*map(str, arguments), "--memory", "64GB"])
-        out, err = capsys.readouterr()
-        return status, out.splitlines(), err.splitlines()
-
-    return run
+def average(run_tool):
+    return run_tool("average")
 
 
 def weights(seed, dtype=torch.bfloat16):

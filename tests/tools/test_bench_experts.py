@@ -73,8 +73,16 @@ def test_the_products_alone_are_nine_for_each_row_one_by_one_or_grouped(bench, m
     monkeypatch.setattr(F, "grouped_mm", kept)
     bench.grouped_products(half)
     assert sorted(tuple(out.shape) for out in made) == [
-        (4, 16, 24), (4, 24, 16), (4, 24, 16), (64, 16), (64, 16), (64, 16), (64, 24), (64, 24), (64, 24),
-    ]  # fmt: skip
+        (4, 16, 24),
+        (4, 24, 16),
+        (4, 24, 16),
+        (64, 16),
+        (64, 16),
+        (64, 16),
+        (64, 24),
+        (64, 24),
+        (64, 24),
+    ]
 
 
 def test_sides_take_turns_and_medians_are_of_one_call(bench, monkeypatch):

@@ -28,7 +28,6 @@ from composable.parallel.tensor import tensor_parallel
 from tests.checkpoint import reader
 from tests.checkpoint.simulate import save_as_ranks
 from tests.checkpoint.test_save_load import bits, many_kinds
-from tests.test_commands import ROOT
 
 DENSE = DecoderConfig(
     vocab_size=37,
@@ -43,27 +42,32 @@ DENSE = DecoderConfig(
     mlp_bias=True,
 )
 MIXTRAL = DecoderConfig(
-    vocab_size=32, dim=16, layers=2, heads=4, kv_heads=4, head_dim=4, ffn=24,
+    vocab_size=32,
+    dim=16,
+    layers=2,
+    heads=4,
+    kv_heads=4,
+    head_dim=4,
+    ffn=24,
     moe=MoEConfig(experts=4, top_k=2, ffn=24, score="softmax", normalise=True),
-)  # fmt: skip
+)
 SHARED = DecoderConfig(
-    vocab_size=32, dim=16, layers=2, heads=4, kv_heads=4, head_dim=4, ffn=24, qk_norm=True, tied=True,
+    vocab_size=32,
+    dim=16,
+    layers=2,
+    heads=4,
+    kv_heads=4,
+    head_dim=4,
+    ffn=24,
+    qk_norm=True,
+    tied=True,
     moe=MoEConfig(experts=4, top_k=2, ffn=8, shared_ffn=8, first_dense=1, correction=True, score="sigmoid"),
-)  # fmt: skip
+)
 
 
 @pytest.fixture
-def reshard(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import reshard as tool
-
-    def run(*arguments):
-        capsys.readouterr()
-        status = tool.main([*map(str, arguments), "--memory", "64GB"])
-        out, err = capsys.readouterr()
-        return status, out.splitlines(), err.splitlines()
-
-    return run
+def reshard(run_tool):
+    return run_tool("reshard")
 
 
 def weights_of(config):
@@ -330,8 +334,12 @@ def test_bad_input_is_one_line_and_the_target_is_untouched(reshard, tmp_path):
     (tmp_path / "full" / "mine").write_text("mine")
     (tmp_path / "file").write_text("mine")
     foreign = tmp_path / "foreign"
-    save(foreign, weights_of(DENSE) | {"model.layers.0.odd.weight": torch.ones(2, 2)}, {}, {
-        "config.json": json.dumps(to_hugging_face(DENSE))})  # fmt: skip
+    save(
+        foreign,
+        weights_of(DENSE) | {"model.layers.0.odd.weight": torch.ones(2, 2)},
+        {},
+        {"config.json": json.dumps(to_hugging_face(DENSE))},
+    )
     bare = tmp_path / "bare"
     save(bare, {"w": torch.ones(2)}, {}, {})
     odd = tmp_path / "odd"

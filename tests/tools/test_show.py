@@ -16,7 +16,6 @@ from composable.checkpoint.listing import list_folder
 from composable.checkpoint.transfer import THREADS
 from composable.checkpoint.tree import fold
 from tests.checkpoint.test_save_load import many_kinds
-from tests.test_commands import ROOT
 
 STATE = {
     "step": 1200,
@@ -32,18 +31,8 @@ STATE = {
 
 
 @pytest.fixture
-def show(monkeypatch, capsys):
-    """Runs the tool; gives its exit status, the lines that it printed, and those of errors."""
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import show as tool
-
-    def run(*arguments):
-        capsys.readouterr()
-        status = tool.main([*map(str, arguments), "--memory", "64GB"])
-        out, err = capsys.readouterr()
-        return status, out.splitlines(), err.splitlines()
-
-    return run
+def show(run_tool):
+    return run_tool("show")
 
 
 def layers(count=3, dim=4):
@@ -277,5 +266,9 @@ def test_memory_that_does_not_suffice_is_refused_with_what_does():
     room = least + 100 * 2**20
     assert THREADS * (chunk_bytes(room) + BUFFERS) + GROWTH < room
     assert [size_text(n) for n in (999, 1000, 1_349_888, 5 * 10**9, 10**12)] == [
-        "999 B", "1 kB", "1.35 MB", "5 GB", "1 TB",
-    ]  # fmt: skip
+        "999 B",
+        "1 kB",
+        "1.35 MB",
+        "5 GB",
+        "1 TB",
+    ]
