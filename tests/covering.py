@@ -1,9 +1,8 @@
 """Few rows in which every combination of a few factors' values occurs: what stands for all rows of a large matrix."""
 
+import heapq
 import itertools
-import random
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 Row = dict[str, object]
 
@@ -14,22 +13,23 @@ def combinations(row: Row, strength: int) -> list[tuple]:
     return list(itertools.combinations(pairs, strength))
 
 
-def covering(rows: Sequence[Row], strength: int, seed: int = 0) -> list[Row]:
+def covering(rows: Sequence[Row], strength: int, cost: Callable[[Row], float] = lambda row: 1.0) -> list[Row]:
     """A small choice of rows in which each combination occurs that occurs in any row; always the same choice.
 
-    Greedy: the rarest combination that is missing is brought by the row, among a few that have it, that brings most.
+    Greedy: next comes the row that brings most missing combinations for its cost. What a row brings only becomes
+    less, so a row that still brings as much as when it was last looked at is better than all below it.
     """
-    draw = random.Random(seed)
-    where: dict[tuple, list[int]] = defaultdict(list)
-    brought = [combinations(row, strength) for row in rows]
-    for index, found in enumerate(brought):
-        for combination in found:
-            where[combination].append(index)
-    missing, chosen = set(where), []
-    for combination in sorted(where, key=lambda c: (len(where[c]), str(c))):
-        if combination in missing:
-            candidates = draw.sample(where[combination], min(25, len(where[combination])))
-            best = max(candidates, key=lambda index: sum(c in missing for c in brought[index]))
-            missing.difference_update(brought[best])
-            chosen.append(rows[best])
+    names: dict[tuple, int] = {}
+    brings = [[names.setdefault(c, len(names)) for c in combinations(row, strength)] for row in rows]
+    missing, chosen = set(names.values()), []
+    heap = [(-len(found) / cost(row), index) for index, (row, found) in enumerate(zip(rows, brings, strict=True))]
+    heapq.heapify(heap)
+    while missing:
+        was, index = heapq.heappop(heap)
+        now = -sum(c in missing for c in brings[index]) / cost(rows[index])
+        if heap and (now, index) > heap[0]:
+            heapq.heappush(heap, (now, index))
+        else:
+            missing.difference_update(brings[index])
+            chosen.append(rows[index])
     return chosen
