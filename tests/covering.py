@@ -2,7 +2,7 @@
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 Row = dict[str, object]
 
@@ -13,20 +13,20 @@ def combinations(row: Row, strength: int) -> list[tuple]:
     return list(itertools.combinations(pairs, strength))
 
 
-def covering(rows: Sequence[Row], strength: int, cost: Callable[[Row], float] = lambda row: 1.0) -> list[Row]:
+def covering(rows: Sequence[Row], strength: int) -> list[Row]:
     """A small choice of rows in which each combination occurs that occurs in any row; always the same choice.
 
-    Greedy: next comes the row that brings most missing combinations for its cost. What a row brings only becomes
-    less, so a row that still brings as much as when it was last looked at is better than all below it.
+    Greedy: next comes the row that brings most missing combinations, the first of equals. What a row brings only
+    becomes less, so a row that still brings as much as when it was last looked at is better than all below it.
     """
     names: dict[tuple, int] = {}
     brings = [[names.setdefault(c, len(names)) for c in combinations(row, strength)] for row in rows]
     missing, chosen = set(names.values()), []
-    heap = [(-len(found) / cost(row), index) for index, (row, found) in enumerate(zip(rows, brings, strict=True))]
+    heap = [(-len(found), index) for index, found in enumerate(brings)]
     heapq.heapify(heap)
     while missing:
-        was, index = heapq.heappop(heap)
-        now = -sum(c in missing for c in brings[index]) / cost(rows[index])
+        _, index = heapq.heappop(heap)
+        now = -sum(c in missing for c in brings[index])
         if heap and (now, index) > heap[0]:
             heapq.heappush(heap, (now, index))
         else:
