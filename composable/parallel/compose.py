@@ -74,8 +74,12 @@ class Composed:
 
     @property
     def saved(self) -> dict[str, Tensor]:
-        """Name -> parameter or buffer: the state of the model."""
-        return {**self.named, **{name: buffer for part in self.parts for name, buffer in part.named_buffers()}}
+        """Name -> parameter or buffer: the state of the model; not buffers that it builds anew (`persistent=False`)."""
+        buffers = {}
+        for part in self.parts:
+            kept = part.state_dict(keep_vars=True).keys()
+            buffers |= {name: buffer for name, buffer in part.named_buffers() if name in kept}
+        return self.named | buffers
 
 
 def compose(
