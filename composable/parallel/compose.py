@@ -75,11 +75,11 @@ class Composed:
     @property
     def saved(self) -> dict[str, Tensor]:
         """Name -> parameter or buffer: the state of the model; not buffers that it builds anew (`persistent=False`)."""
-        buffers = {}
+        saved: dict[str, Tensor] = {**self.named}
         for part in self.parts:
             kept = part.state_dict(keep_vars=True).keys()
-            buffers |= {name: buffer for name, buffer in part.named_buffers() if name in kept}
-        return self.named | buffers
+            saved |= {name: buffer for name, buffer in part.named_buffers() if name in kept}
+        return saved
 
 
 def compose(
