@@ -1,9 +1,11 @@
 """What a run says of itself before its first step: what is trained, on what, where."""
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 import composable
+from composable.data.answers import total
 from composable.data.loader import accumulation
 from composable.data.text import bigram_entropy
 from composable.models.count import count_parameters, flops_per_token
@@ -30,10 +32,12 @@ def announce(
         f"layers of width {model.dim}, {flops_per_token(model, data.seq_len):,} FLOPs per token",
         f"  mesh    {recipe.mesh} on {dist.get_world_size()} x {device.type}, {recipe.dtype}, "
         f"{recipe.parallel.data}, accumulation {accumulation(data, recipe.mesh.data_ranks)}",
-        f"  data    {data.path}: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out",
+        f"  data    {data.path}: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out"
+        + with_a_loss(corpus.train.answers),
         f"  batch   {data.global_batch} rows of {data.seq_len} tokens, learning rate {recipe.peak_lr:g} at its peak",
     ]
-    if corpus.train.vocab_size <= 4096 and len(corpus.train) > 1 and not start.step:
+    plain = corpus.train.answers is None and corpus.train.vocab_size <= 4096
+    if plain and len(corpus.train) > 1 and not start.step:
         first = corpus.train.slice(0, min(len(corpus.train), BIGRAM_TOKENS))
         some = f" (of the first {len(first):,})" if len(first) < len(corpus.train) else ""
         lines[3] += f"; bigram entropy {bigram_entropy(first):.4f} nats per token{some}"
@@ -53,3 +57,8 @@ def announce(
         table = describe(stages, recipe.architecture.costs(data.seq_len), ranks)
         lines.append("  stages  " + table.replace("\n", "\n          "))
     progress.say("\n".join(lines + [f"  note    {remark}" for remark in remarks]))
+
+
+def with_a_loss(answers: np.ndarray | None) -> str:
+    """How many tokens of the data to train on are labels, if not all."""
+    return "" if answers is None else f"; {total(answers):,} of those to train on have a loss"

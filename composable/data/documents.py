@@ -65,14 +65,14 @@ def other_files(path: str | os.PathLike[str], suffixes: Sequence[str] = ()) -> i
 
 
 def read_documents(
-    path: str | os.PathLike[str], suffixes: Sequence[str] = (), field: str = "text", strict: bool = False
+    path: str | os.PathLike[str], suffixes: Sequence[str] = (), field: str | None = "text", strict: bool = False
 ) -> Iterator[Document]:
     """The documents of a file or of all files below a folder, in an order that never changes.
 
-    `.jsonl` (also `.gz`, `.zst`): a document for each line, its `field`; blank lines are no documents. All other
-    files: one document each, byte for byte. A record that is no JSON object or has no such str is yielded with
-    `skipped` set; with `strict` it raises ValueError, as a damaged archive always does. `source_files` says which
-    files are read.
+    `.jsonl` (also `.gz`, `.zst`): a document for each line, its `field`, or with None the line itself, to be read as a
+    conversation; blank lines are no documents. All other files: one document each, byte for byte. A record that is no
+    JSON object or has no such str is yielded with `skipped` set; with `strict` it raises ValueError, as a damaged
+    archive always does. `source_files` says which files are read.
     """
     for file in source_files(path, suffixes):
         if file.name.endswith(RECORD_SUFFIXES):
@@ -100,7 +100,7 @@ def _decode(raw: bytes) -> tuple[str, int]:
         return clean(raw.decode("utf-8", "surrogateescape"))
 
 
-def _records(path: Path, field: str, strict: bool) -> Iterator[Document]:
+def _records(path: Path, field: str | None, strict: bool) -> Iterator[Document]:
     with open(path, "rb") as raw:
         consumed = 0
         for number, line in enumerate(_lines(_chunks(raw, path)), start=1):
@@ -110,7 +110,7 @@ def _records(path: Path, field: str, strict: bool) -> Iterator[Document]:
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")  # a byte order mark is no part of the record
             decoded, undecodable = _decode(line)
-            text, reason = _field(decoded, field)
+            text, reason = (decoded, "") if field is None else _field(decoded, field)
             if reason and strict:
                 raise ValueError(f"{path}:{number}: {reason}")
             text, halves = clean(text)
@@ -126,7 +126,8 @@ def _field(line: str, field: str) -> tuple[str, str]:
     if not isinstance(record, dict):
         return "", f"a JSON {type(record).__name__} where an object with {field!r} should be"
     if field not in record:
-        return "", f"no field {field!r}"
+        chat = " (a conversation is read with --template)" if {"messages", "conversations"} & record.keys() else ""
+        return "", f"no field {field!r}{chat}"
     text = record[field]
     if not isinstance(text, str):
         return "", f"field {field!r} is {'null' if text is None else type(text).__name__}, not a string"

@@ -20,7 +20,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from composable.data.order import Order
-from composable.data.packing import make_row, sample_count
+from composable.data.packing import Packing, Starts, make_row, row_starts, tokens_cut_off
 from composable.data.tokens import Tokens
 
 
@@ -66,6 +66,9 @@ class DataConfig:
     """Rows in one forward pass of one rank."""
     document_mask: bool = False
     """Whether documents packed in one row are hidden from each other. Off: attention crosses their borders."""
+    packing: Packing = "cut"
+    """cut: documents lie end to end, and a row is any seq_len tokens; whole: a row holds whole documents and padding,
+    so that no answer loses its question; documents longer than a row are cut to it"""
     workers: int = 0
     """Processes of each rank that cut rows ahead of time; 0: the training process does. Changes no order."""
     prefetch: int = 2
@@ -122,9 +125,10 @@ class _Rows:
     tokens: Tokens
     seq_len: int
     document_mask: bool
+    starts: Starts
 
     def __getitem__(self, samples: tuple[int, ...]) -> MicroBatch:
-        rows = [make_row(self.tokens, sample, self.seq_len, self.document_mask) for sample in samples]
+        rows = [make_row(self.tokens, sample, self.seq_len, self.document_mask, self.starts) for sample in samples]
         tokens, labels, positions, documents = (
             None if parts[0] is None else torch.from_numpy(np.stack(parts)) for parts in zip(*rows, strict=True)
         )
@@ -157,8 +161,8 @@ class _Schedule:
                 yield tuple(self.order.at(position) for position in range(first, first + size))
 
 
-def _check(tokens: Tokens, config: DataConfig, data_rank: int, data_ranks: int) -> int:
-    """The number of rows; raises what is wrong with the arguments, on every rank alike."""
+def _check(tokens: Tokens, config: DataConfig, data_rank: int, data_ranks: int) -> _Rows:
+    """The rows; raises what is wrong with the arguments, on every rank alike."""
     accumulation(config, data_ranks)
     if not 0 <= data_rank < data_ranks:
         raise ValueError(f"data_rank must be from 0 to {data_ranks - 1}; got {data_rank}")
@@ -167,7 +171,8 @@ def _check(tokens: Tokens, config: DataConfig, data_rank: int, data_ranks: int) 
             f"there are no tokens to read (data.path {config.path}, data.holdout {config.holdout}): give a larger "
             f"file, or a holdout that leaves tokens on both sides"
         )
-    return sample_count(len(tokens), config.seq_len)
+    starts = row_starts(tokens, config.seq_len, config.packing)
+    return _Rows(tokens, config.seq_len, config.document_mask, starts)
 
 
 def build_loader(
@@ -187,7 +192,8 @@ def build_loader(
     labels, sample -1). Every rank ends after the same number. Data smaller than a step is repeated within it, unless
     `epochs` says how often. Raises ValueError at the call, not at the first batch.
     """
-    n = _check(tokens, config, data_rank, data_ranks)
+    rows = _check(tokens, config, data_rank, data_ranks)
+    n = len(rows.starts)
     if position < 0:
         raise ValueError(f"position is the number of samples consumed so far, so not negative; got {position}")
     if config.epochs is None and n < config.global_batch and data_rank == 0:
@@ -196,12 +202,13 @@ def build_loader(
             f"each step reads rows more than once",
             stacklevel=2,
         )
+    if config.packing == "whole" and data_rank == 0:
+        _warn_of_long_documents(tokens, config.seq_len)
     order = Order(n, seed, config.shuffle, config.epochs)
     if order.total is not None:
         left = max(0, -(-(order.total - position) // config.global_batch))
         steps = left if steps is None else min(steps, left)
     schedule = _Schedule(order, position, steps, config, data_rank, data_ranks)
-    rows = _Rows(tokens, config.seq_len, config.document_mask)
     parallel = config.workers > 0
     # One iterator lasts for all epochs, and its workers as long as it.
     with warnings.catch_warnings():
@@ -221,6 +228,17 @@ def build_loader(
             snapshot_every_n_steps=None,
         )
     return iter(loader)
+
+
+def _warn_of_long_documents(tokens: Tokens, seq_len: int) -> None:
+    documents, beyond = tokens_cut_off(tokens, seq_len)
+    if documents:
+        warnings.warn(
+            f"{documents:,} of {tokens.documents:,} documents are longer than data.seq_len {seq_len} and are cut to "
+            f"it: {beyond:,} of {len(tokens):,} tokens are never read (tools/prepare_data.py --max-tokens {seq_len} "
+            f"leaves such documents out)",
+            stacklevel=3,
+        )
 
 
 def _identity(batch: MicroBatch) -> MicroBatch:
@@ -273,10 +291,11 @@ def validation_loader(
     -1), so every rank yields the same number. Rows are cut in this process: they lie in memory, and a second set of
     workers would idle between validations. Raises ValueError as `build_loader` does.
     """
-    n = _check(tokens, config, data_rank, data_ranks)
+    rows = _check(tokens, config, data_rank, data_ranks)
+    n = len(rows.starts)
     if steps is not None and steps < 0:
         raise ValueError(f"validation steps must not be negative; got {steps}")
     whole = -(-n // config.global_batch)
     order = Order(n, seed=0, shuffle=False, epochs=1)
     schedule = _Schedule(order, 0, min(steps or whole, whole), config, data_rank, data_ranks)
-    return _Validation(_Rows(tokens, config.seq_len, config.document_mask), schedule)
+    return _Validation(rows, schedule)

@@ -1,14 +1,18 @@
 """Token files: a data set as one array of token ids and the place where each document begins.
 
-A token file is a safetensors file, so any safetensors reader opens it. It holds two tensors:
+A token file is a safetensors file, so any safetensors reader opens it. It holds these tensors:
 
 * `tokens` [N]: uint8, uint16 or uint32, the smallest that holds `vocab_size`; documents one after another, nothing
   between;
 * `offsets` [D + 1] int64: where each of the D documents begins; the first is 0 and the last is N;
 
+where only some tokens have a loss (answers in conversations) a third:
+
+* `answers` [2A] int64: borders of the ranges of tokens that have one, rising: start, stop, start, stop...;
+
 and this metadata, all of it strings, as the format demands:
 
-* `format` = "composable.tokens", `version` = "1";
+* `format` = "composable.tokens", `version` = "1", or "2" with `answers`, which a reader of version 1 would overlook;
 * `vocab_size`, and `eos` and `bos`: token ids, or "" where there is none;
 * `tokenizer`: the name of what made the ids; `source`: what they were made from.
 
@@ -30,11 +34,14 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import xxhash
 
+from composable.data.answers import cut, ranges_of
+
 FORMAT = "composable.tokens"
-VERSION = 1
+VERSION = 2
 PYTHON_STDLIB = "python-stdlib"
 
 _DTYPES: dict[str, np.dtype[Any]] = {"U8": np.dtype("u1"), "U16": np.dtype("<u2"), "U32": np.dtype("<u4")}
+_BORDERS: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8")}
 _MAX_HEADER = 1 << 20  # ours is below one KiB but for a long source; a foreign file's first 8 bytes are any number
 _WRITE_BUFFER = 1 << 20
 
@@ -45,8 +52,9 @@ class Tokens:
 
     `tokens` [N] unsigned integers; `offsets` [D + 1] int64, the start of each document, the last being N. `eos` and
     `bos` are token ids or None. `path` and `start` say which file, and which token of it, the first token is (None
-    and 0 in memory): a mapped data set travels to another process as its path, not as its bytes. Raises ValueError
-    when offsets do not span tokens.
+    and 0 in memory): a mapped data set travels to another process as its path, not as its bytes. `answers` [2A] int64
+    are the borders of the ranges of tokens that have a loss, None where all have one. Raises ValueError when offsets
+    do not span tokens, and when answers do not rise within them.
     """
 
     tokens: np.ndarray
@@ -58,12 +66,18 @@ class Tokens:
     source: str = ""
     path: str | None = None
     start: int = 0
+    answers: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if len(self.offsets) == 0 or self.offsets[0] != 0 or self.offsets[-1] != len(self.tokens):
             raise ValueError(
                 f"offsets must begin with 0 and end with the number of tokens, {len(self.tokens)}; "
                 f"got {self.offsets[:1]} ... {self.offsets[-1:]}"
+            )
+        if self.answers is not None and not _rising_pairs(self.answers, len(self.tokens)):
+            raise ValueError(
+                f"answers must be start, stop, start, stop... rising from 0 to at most the number of tokens, "
+                f"{len(self.tokens)}; got {len(self.answers)} borders: {self.answers[:4]} ... {self.answers[-2:]}"
             )
 
     def __len__(self) -> int:
@@ -92,26 +106,33 @@ class Tokens:
             self.source,
             self.path,
             self.start + start,
+            None if self.answers is None else cut(self.answers, start, stop),
         )
 
     def split(self, holdout: float) -> tuple["Tokens", "Tokens"]:
-        """(train, held out): the held-out part is the tail that holds this share of the tokens, rounded down."""
+        """(train, held out): the held-out part is the tail that holds this share of the tokens, rounded down.
+
+        Data with answers is cut where a document begins, as an answer says little without its question.
+        """
         if not 0.0 <= holdout < 1.0:
             raise ValueError(f"holdout is a share of the tokens, at least 0 and below 1; got {holdout}")
-        cut = len(self) - int(len(self) * holdout)
-        return self.slice(0, cut), self.slice(cut, len(self))
+        border = len(self) - int(len(self) * holdout)
+        if self.answers is not None:
+            border = int(self.offsets[np.searchsorted(self.offsets, border, side="left")])
+        return self.slice(0, border), self.slice(border, len(self))
 
     def fingerprint(self) -> str:
         """A short name of this data, the same on every machine: a run that resumes on other data can tell.
 
-        It covers the sizes, the tokenizer, every document border and the first and last 64 KiB of tokens, not each
-        token.
+        It covers the sizes, the tokenizer, every border of documents and answers, and the first and last 64 KiB of
+        tokens, not each token.
         """
         edge = (64 << 10) // self.tokens.itemsize
         digest = xxhash.xxh3_128()
         facts = (len(self), self.documents, self.vocab_size, self.eos, self.bos, self.tokenizer, self.tokens.itemsize)
         digest.update(repr(facts).encode())
-        for part in (self.offsets, self.tokens[:edge], self.tokens[max(0, len(self) - edge) :]):
+        answers = () if self.answers is None else (np.array([-1]), self.answers)
+        for part in (self.offsets, self.tokens[:edge], self.tokens[max(0, len(self) - edge) :], *answers):
             digest.update(np.ascontiguousarray(part).view(np.uint8).data)
         return digest.hexdigest()
 
@@ -119,7 +140,14 @@ class Tokens:
         if self.path is not None:
             return _reopen, (self.path, self.start, self.start + len(self))
         fields = (self.tokens, self.offsets, self.vocab_size, self.eos, self.bos, self.tokenizer, self.source)
-        return Tokens, fields
+        return Tokens, (*fields, None, 0, self.answers)
+
+
+def _rising_pairs(borders: np.ndarray, end: int) -> bool:
+    if len(borders) == 0:
+        return True
+    in_range = borders[0] >= 0 and borders[-1] <= end
+    return len(borders) % 2 == 0 and bool(in_range) and not bool((np.diff(borders) < 0).any())
 
 
 def _reopen(path: str, start: int, stop: int) -> Tokens:
@@ -157,20 +185,28 @@ def open_tokens(path: str | os.PathLike[str]) -> Tokens:
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
         raise _bad(path, f"it is a safetensors file of another kind (its metadata has no format={FORMAT!r})")
     version = str(metadata.get("version"))
-    if version != str(VERSION):
-        raise _bad(path, f"it is of format version {version}, and this release reads version {VERSION}")
+    if version not in ("1", str(VERSION)):
+        raise _bad(path, f"it is of format version {version}, and this release reads versions 1 to {VERSION}")
     try:
         tokens = _map(path, data_start, header["tokens"], _DTYPES)
-        offsets = _map(path, data_start, header["offsets"], {"I64": np.dtype("<i8")})
+        offsets = _map(path, data_start, header["offsets"], _BORDERS)
+        answers = _map(path, data_start, header["answers"], _BORDERS) if version == "2" else None
         vocab_size, eos, bos = int(metadata["vocab_size"]), _optional(metadata["eos"]), _optional(metadata["bos"])
         tokenizer, source = metadata["tokenizer"], metadata["source"]
     except (KeyError, TypeError, ValueError) as error:
         raise _bad(path, f"its header is incomplete or damaged ({type(error).__name__}: {error})") from error
-    if not offsets.flags.aligned:
-        offsets = np.array(offsets)  # searching an unaligned array would copy it at each call
+    offsets = _aligned(offsets)
+    answers = None if answers is None else _aligned(answers)
     if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(tokens) or bool((np.diff(offsets) < 0).any()):
         raise _bad(path, f"its offsets do not rise from 0 to its {len(tokens)} tokens")
-    return Tokens(tokens, offsets, vocab_size, eos, bos, tokenizer, source, path)
+    if answers is not None and not _rising_pairs(answers, len(tokens)):
+        raise _bad(path, f"its answers do not rise in pairs within its {len(tokens)} tokens")
+    return Tokens(tokens, offsets, vocab_size, eos, bos, tokenizer, source, path, 0, answers)
+
+
+def _aligned(borders: np.ndarray) -> np.ndarray:
+    """The same where elements lie at multiples of their size: searching others would copy them at each call."""
+    return borders if borders.flags.aligned else np.array(borders)
 
 
 def _bad(path: str, reason: str) -> ValueError:
@@ -222,7 +258,8 @@ class TokenWriter:
     """Writes a token file document by document; use it in a `with` block.
 
     Tokens go to a temporary file beside `path`, which takes its name only when the block ends without an error: the
-    file is complete or absent. Only offsets are held in memory (8 bytes a document). An existing file is replaced.
+    file is complete or absent. Only borders are held in memory: 8 bytes a document, 16 an answer. An existing file is
+    replaced. With `answers`, each document says which of its tokens have a loss; without, all have.
     """
 
     def __init__(
@@ -234,6 +271,7 @@ class TokenWriter:
         bos: int | None = None,
         tokenizer: str = "",
         source: str = "",
+        answers: bool = False,
     ):
         if not 1 <= vocab_size <= 1 << 32:
             raise ValueError(f"vocab_size must be from 1 to {1 << 32}; got {vocab_size}")
@@ -245,7 +283,7 @@ class TokenWriter:
         self._code = "U8" if vocab_size <= 1 << 8 else "U16" if vocab_size <= 1 << 16 else "U32"
         self._metadata = {
             "format": FORMAT,
-            "version": str(VERSION),
+            "version": "2" if answers else "1",
             "vocab_size": str(vocab_size),
             "eos": "" if eos is None else str(eos),
             "bos": "" if bos is None else str(bos),
@@ -253,15 +291,16 @@ class TokenWriter:
             "source": source,
         }
         # The header comes first in the file and its numbers are known last: room is kept for the largest they can be.
-        room = len(self._header(1 << 62, 1 << 62))
+        self._offsets = array("q", [0])
+        self._answers = array("q") if answers else None
+        room = len(self._header(1 << 62, 1 << 62, 1 << 62))
         self._room = room + -room % 8
         if self._room > _MAX_HEADER:
             raise ValueError(f"tokenizer and source must be shorter than {_MAX_HEADER} bytes together; shorten source")
         self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        self._offsets = array("q", [0])
         self._file: BinaryIO | None = None
 
-    def _header(self, tokens: int, documents: int) -> bytes:
+    def _header(self, tokens: int, documents: int, borders: int) -> bytes:
         middle = tokens * _DTYPES[self._code].itemsize
         end = middle + 8 * (documents + 1)
         header = {
@@ -269,6 +308,8 @@ class TokenWriter:
             "tokens": {"dtype": self._code, "shape": [tokens], "data_offsets": [0, middle]},
             "offsets": {"dtype": "I64", "shape": [documents + 1], "data_offsets": [middle, end]},
         }
+        if self._answers is not None:
+            header["answers"] = {"dtype": "I64", "shape": [borders], "data_offsets": [end, end + 8 * borders]}
         return json.dumps(header, separators=(",", ":")).encode()
 
     def __enter__(self) -> Self:
@@ -276,12 +317,19 @@ class TokenWriter:
         self._file.write(bytes(8 + self._room))
         return self
 
-    def add(self, tokens: np.ndarray) -> None:
-        """Append one document: [n] integer ids below vocab_size. One without tokens adds no document."""
+    def add(self, tokens: np.ndarray, counted: np.ndarray | None = None) -> None:
+        """Append one document: [n] integer ids below vocab_size. One without tokens adds no document.
+
+        `counted` [n] bool: which of them have a loss, in a file with answers.
+        """
         if self._file is None:
             raise RuntimeError("TokenWriter.add works inside of a `with TokenWriter(...) as writer:` block")
         if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "ui"):
             raise ValueError(f"a document is a vector of integers; got {tokens.dtype} of shape {tokens.shape}")
+        if (counted is None) != (self._answers is None):
+            raise ValueError("`counted` is given with each document of a TokenWriter(answers=True), and only there")
+        if counted is not None and (counted.dtype != bool or counted.shape != tokens.shape):
+            raise ValueError(f"counted is one bool a token, {tokens.shape}; got {counted.dtype} of {counted.shape}")
         if len(tokens) == 0:
             return
         low, high = int(tokens.min()), int(tokens.max())
@@ -289,7 +337,14 @@ class TokenWriter:
             wrong = low if low < 0 else high
             raise ValueError(f"token id {wrong} is outside of the vocabulary of {self.vocab_size} tokens")
         self._file.write(np.ascontiguousarray(tokens, dtype=_DTYPES[self._code]).data)
+        if counted is not None and self._answers is not None:
+            self._answers.extend((ranges_of(counted) + self._offsets[-1]).tolist())
         self._offsets.append(self._offsets[-1] + len(tokens))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a token takes in the file."""
+        return _DTYPES[self._code].itemsize
 
     @property
     def tokens(self) -> int:
@@ -309,10 +364,12 @@ class TokenWriter:
         try:
             with file:
                 if error is None:
-                    file.write(np.asarray(self._offsets, dtype="<i8").data)
+                    for borders in filter(None, (self._offsets, self._answers)):
+                        file.write(np.asarray(borders, dtype="<i8").data)
                     file.seek(0)
                     file.write(struct.pack("<Q", self._room))
-                    file.write(self._header(self.tokens, self.documents).ljust(self._room))
+                    header = self._header(self.tokens, self.documents, len(self._answers or ()))
+                    file.write(header.ljust(self._room))
                     file.flush()
                     os.fsync(file.fileno())
             if error is None:

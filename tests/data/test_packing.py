@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable.data.packing import IGNORE, make_row, sample_count
+from composable.data.packing import IGNORE, make_row, row_starts
 from composable.data.tokens import Tokens
 
 
@@ -19,7 +19,7 @@ def test_ignored_labels_are_those_that_cross_entropy_skips():
 
 def test_labels_are_the_next_tokens_and_no_token_is_lost():
     tokens = documents_of(10)
-    rows = [make_row(tokens, index, 4, False) for index in range(sample_count(10, 4))]
+    rows = [make_row(tokens, index, 4, False) for index in range(len(row_starts(tokens, 4)))]
     assert [row.tokens.tolist() for row in rows] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 0, 0]]
     assert [row.labels.tolist() for row in rows] == [[2, 3, 4, 5], [6, 7, 8, 9], [10, -100, -100, -100]]
     assert rows[0].positions is None
@@ -90,7 +90,7 @@ def test_rows_hold_each_token_and_each_pair_within_a_document_once(lengths, seq_
     tokens = documents_of(*lengths)
     document_of = np.repeat(np.arange(len(lengths)), lengths)
     seen, pairs = [], []
-    for index in range(sample_count(len(tokens), seq_len)):
+    for index in range(len(row_starts(tokens, seq_len))):
         row = make_row(tokens, index, seq_len, True)
         real = row.tokens > 0
         seen += row.tokens[real].tolist()

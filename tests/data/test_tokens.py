@@ -114,7 +114,10 @@ def reheader(path, change):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda header: header["__metadata__"].update(version="2"), "version 2, and this release reads version 1"),
+        (
+            lambda header: header["__metadata__"].update(version="3"),
+            "version 3, and this release reads versions 1 to 2",
+        ),
         (lambda header: header["__metadata__"].update(format="other"), "another kind"),
         (lambda header: header.pop("__metadata__"), "another kind"),
         (lambda header: header["__metadata__"].pop("vocab_size"), "incomplete or damaged .*vocab_size"),
