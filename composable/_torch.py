@@ -6,14 +6,21 @@ which versions its result was compared with torch's own behaviour.
 
 from __future__ import annotations
 
+import importlib
+import pickle
+import sys
 from contextlib import AbstractContextManager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor.debug as dtensor_debug
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 # torch 2.13 warns of the names on the right, which are all that 2.11 has.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -121,6 +128,54 @@ def fake_tensor_mode() -> AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
+
+
+def offset_in_file(tensor: Tensor) -> int:
+    """Where the storage of a tensor that `torch.load(map_location="meta")` gave lies in the file: a byte's offset.
+
+    `torch.load(mmap=True)` is public, but maps whole files and tells no place. Checked on torch 2.13.
+    """
+    return tensor.untyped_storage()._checkpoint_offset or 0
+
+
+def read_dcp_metadata(path: Path) -> Metadata:
+    """The metadata of a checkpoint of `torch.distributed.checkpoint`, made of its own classes and no others.
+
+    `FileSystemReader.read_metadata` is public, but loads any pickle, which may run a stranger's code; and the class
+    that says where a piece lies has no public name. Checked on torch 2.13.
+
+    Raises:
+        pickle.UnpicklingError: the pickle asks for another class.
+    """
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    class Reader(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+                return found
+            if name not in _DCP_CLASSES.get(module, ()):
+                raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of such metadata")
+            return getattr(importlib.import_module(module), name)
+
+    with open(path, "rb") as file:
+        found = Reader(file).load()
+    if not isinstance(found, Metadata):
+        raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
+    return found
+
+
+_DCP_CLASSES = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    ),
+    "collections": ("OrderedDict",),
+    "pathlib": ("Path", "PosixPath", "PurePosixPath"),
+    "pathlib._local": ("Path", "PosixPath", "PurePosixPath"),
+}
 
 
 def attention_forward(
@@ -248,9 +303,12 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: floa
 
 
 def forget_process_groups() -> None:
-    """Drop what DTensor keeps of process groups that were destroyed.
+    """Drop what outlives process groups that were destroyed: call it before others are made in this process.
 
-    Its cache of sharding decisions outlives `destroy_process_group`, and a mesh that is made anew over the same ranks
-    compares equal to the old one, whose groups are gone. There is no public call. Checked on torch 2.13.
+    DTensor's cache of sharding decisions: a mesh that is made anew over the same ranks compares equal to the old one,
+    whose groups are gone. Compiled code: its guards do not see which group a function exchanges data over, so a block
+    compiled for one group would run for another of another size. The first has no public call. Checked on torch 2.13.
     """
     dtensor_debug._clear_sharding_prop_cache()
+    if "torch._dynamo" in sys.modules:  # nothing was compiled without it, and it takes long to import
+        torch.compiler.reset()

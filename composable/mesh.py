@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from composable._torch import forget_process_groups
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -217,3 +219,4 @@ def distributed(timeout_seconds: float = 1800) -> Iterator[torch.device]:
         yield device
     finally:
         dist.destroy_process_group()
+        forget_process_groups()
