@@ -100,6 +100,8 @@ class Recipe:
     """checkpoint or Hugging Face folder whose weights the run starts from, with a fresh optimizer; may be a URL"""
     init_missing: tuple[str, ...] = ()
     """names of weights, or patterns such as *.q_norm.weight, that init_from may lack: they keep their initial values"""
+    init_dequantise: bool = False
+    """read weights of init_from that are quantised in blocks (fp8 as DeepSeek-V3's, MXFP4 as gpt-oss's) as numbers"""
     deterministic: bool = False
     """only kernels that give the same bits on every run (CPU runs do without it)"""
     mesh: Mesh = field(default_factory=Mesh)
@@ -216,6 +218,8 @@ class Recipe:
             raise ValueError("dtype=float64 is for proofs, and parallel.precision casts it away; leave one of them out")
         if self.model.moe is not None and self.model.moe.upcycle and not self.init_from:
             raise ValueError("model.moe.upcycle starts experts from a dense model: give its checkpoint as --init-from")
+        if self.model.moe is not None and self.model.moe.upcycle and self.init_missing:
+            raise ValueError("init_missing with moe.upcycle: every weight is taken from the dense model; leave it out")
         if self.foreign is not None:
             self._check_foreign()
 

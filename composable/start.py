@@ -3,7 +3,7 @@
 import dataclasses
 import fnmatch
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,20 +11,28 @@ from torch import Tensor
 
 from composable.checkpoint.listing import list_folder
 from composable.checkpoint.load import load
+from composable.checkpoint.quantised import (
+    Logical,
+    Quantised,
+    fill_dequantised,
+    quantisation_of,
+    quantised_tensors,
+    refuse_quantised,
+)
 from composable.checkpoint.remote import Folder
 from composable.checkpoint.shards import Piece, pieces_of
 from composable.checkpoint.together import together
 from composable.models.config import DecoderConfig
-from composable.models.families import differences, from_hugging_face
+from composable.models.families import differences, from_hugging_face, mtp_names
 from composable.models.names import in_file
 from composable.models.upcycle import upcycle
 from composable.parallel.compose import Composed
 from composable.parallel.tied import copy_tied_weight
 from composable.recipe import Recipe
 
-ADDED = ("qk_norm", "qkv_bias", "output_bias", "mlp_bias")
+ADDED = ("qk_norm", "qk_norm_wide", "qkv_bias", "output_bias", "mlp_bias", "sinks")
 """fields of a model that only add weights to it"""
-ADDED_TO_ROUTER = ("correction", "router_bias")
+ADDED_TO_ROUTER = ("correction", "router_bias", "expert_bias")
 """those of its experts"""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -33,7 +41,8 @@ def start_from(folder: Folder, recipe: Recipe, model: Composed) -> list[str]:
     """Fill the model with the weights of a checkpoint or Hugging Face folder, and say what was done; collective.
 
     A tied weight is read under the head's name where the embedding's is not there. Weights that the folder lacks are an
-    error, but for those of `recipe.init_missing`, which keep their initial values.
+    error, but for those of `recipe.init_missing`, which keep their initial values. Quantised ones are an error too, or
+    are dequantised with `recipe.init_dequantise`.
 
     Raises:
         ValueError: it is another model, or what `load` refuses.
@@ -46,29 +55,52 @@ def start_from(folder: Folder, recipe: Recipe, model: Composed) -> list[str]:
         return [f"{moe.experts} experts a layer, each {_share(moe.granularity)} dense one, of {folder}, {cast}"]
     together(None, lambda: check_same_model(folder, recipe.model, recipe.init_missing))
     tensors = in_file(model.saved, recipe.model)
-    stored: set[str] = set()
+    stored: dict[str, Logical] = {}
 
     def names() -> list[str]:
-        stored.update(list_folder(folder, ["weights"]).tensors["weights"])
+        stored.update(_stored(folder, dequantise=recipe.init_dequantise))
         return list(tensors)
 
     wanted = {name for names_of_rank in together(None, names) for name in names_of_rank}
     if recipe.model.tied and HEAD in stored:
         if EMBEDDING in stored:
             check_tied(folder, tensors)
-            stored.discard(HEAD)
+            del stored[HEAD]
         else:
             tensors = {HEAD if name == EMBEDDING else name: tensor for name, tensor in tensors.items()}
             wanted = (wanted - {EMBEDDING}) | {HEAD}
-    check_missing(folder, sorted(wanted - stored), recipe.init_missing)
-    load(folder, tensors, allow_missing=recipe.init_missing, allow_extra=["*"], allow_cast=True, verify=verify)
+    check_missing(folder, sorted(wanted - stored.keys()), recipe.init_missing)
+    packed = {name: found for name, found in stored.items() if isinstance(found, Quantised)}
+    plain = {name: tensor for name, tensor in tensors.items() if name not in packed}
+    load(folder, plain, allow_missing=recipe.init_missing, allow_extra=["*"], allow_cast=True, verify=verify)
+    together(None, lambda: _dequantise(folder, packed, tensors))
     copy_tied_weight(model.parts)
     remarks = [f"weights of {folder}, {cast}"]
-    if extra := sorted(stored - wanted):
+    if taken := sorted(packed.keys() & wanted):
+        remarks.append(f"{len(taken)} tensors of {folder} were dequantised ({packed[taken[0]].method})")
+    extra = sorted(stored.keys() - wanted)
+    if ahead := _ahead(folder, extra):
+        remarks.append(f"notice: {_some(ahead)} of {folder} are for multi-token prediction and were left out")
+    if extra := sorted(set(extra) - set(ahead)):
         remarks.append(f"warning: {_some(extra)} of {folder} are not of this model and were left out")
-    if missing := sorted(wanted - stored):
+    if missing := sorted(wanted - stored.keys()):
         remarks.append(f"warning: {_some(missing)} are not in {folder} and keep their initial values")
     return remarks
+
+
+def _stored(folder: Folder, *, dequantise: bool) -> dict[str, Logical]:
+    """The weights of a folder as a model has them."""
+    found = list_folder(folder, ["weights"]).tensors["weights"]
+    if dequantise:
+        return quantised_tensors(found, quantisation_of(folder))
+    refuse_quantised(folder, found, "--init-dequantise")
+    return dict(found)
+
+
+def _dequantise(folder: Folder, packed: Mapping[str, Quantised], tensors: Mapping[str, Tensor | Piece]) -> None:
+    """Fill those of this rank's tensors that are stored quantised."""
+    for name, piece in pieces_of({name: tensor for name, tensor in tensors.items() if name in packed}).items():
+        fill_dequantised(folder, packed[name], piece)
 
 
 def check_same_model(folder: Folder, model: DecoderConfig, missing: Iterable[str] = ()) -> None:
@@ -91,6 +123,13 @@ def check_same_model(folder: Folder, model: DecoderConfig, missing: Iterable[str
     if different := differences(grown if missing else theirs, model):
         hint = "" if missing or differences(grown, model) else "; name the weights that this adds as --init-missing"
         raise ValueError(f"init_from={folder} is another model: {'; '.join(different)}{hint}")
+
+
+def _ahead(folder: Folder, names: Iterable[str]) -> list[str]:
+    """Those of multi-token prediction, which is not trained here, by the config.json beside them."""
+    if not (folder / "config.json").is_file():
+        return []
+    return list(filter(mtp_names(json.loads((folder / "config.json").read_text())), names))
 
 
 def check_missing(folder: Folder, names: Sequence[str], allowed: Iterable[str]) -> None:

@@ -20,9 +20,9 @@ from composable.checkpoint.save import save
 from composable.checkpoint.shards import Piece
 from composable.checkpoint.together import together
 from composable.data.loader import DataConfig
-from composable.data.packing import sample_count
+from composable.data.packing import row_starts
 from composable.data.tokens import Tokens, load_tokens
-from composable.models.config import DecoderConfig
+from composable.models.config import DecoderConfig, RopeConfig
 from composable.models.families import flat, to_hugging_face
 from composable.models.names import in_file
 from composable.moe.config import MoEConfig
@@ -35,7 +35,7 @@ from composable.step import StepResult
 
 STATE = "train_state.json"
 VERSION = 1
-ORDER_FIELDS = ("seq_len", "document_mask", "shuffle", "holdout")
+ORDER_FIELDS = ("seq_len", "document_mask", "packing", "shuffle", "holdout")
 """fields of DataConfig on which rows and their order depend"""
 BALANCE_FIELDS = ("model.moe.balance.", "model.moe.exploration.")
 """numbers of the training of experts: they may change in a run, as those of the optimizer may"""
@@ -136,12 +136,17 @@ def save_checkpoint(
         "steps": recipe.steps,
         "schedule": {**dataclasses.asdict(recipe.schedule), "peak": recipe.peak_lr},
         "rng": {"seed": recipe.seed, "rule": "torch's generators are seeded anew at each step from (seed, step)"},
-        "data": {"fingerprint": corpus.fingerprint, **{name: getattr(recipe.data, name) for name in ORDER_FIELDS}},
+        "data": {
+            "fingerprint": corpus.fingerprint,
+            "tokenizer": Path(corpus.train.tokenizer).name,
+            **{name: getattr(recipe.data, name) for name in ORDER_FIELDS},
+        },
         "layout": {"world": dist.get_world_size(), **dataclasses.asdict(recipe.mesh), "data": recipe.parallel.data},
         "recipe": recipe.options(),
         "versions": {"composable": composable.__version__, "torch": torch.__version__},
     }
-    config = to_hugging_face(recipe.model, recipe.dtype) | borders(corpus.train)
+    trained = dataclasses.replace(recipe.model, mtp=0)  # layers for multi-token prediction are not
+    config = to_hugging_face(trained, recipe.dtype) | borders(corpus.train)
     files: dict[str, str | bytes] = {
         "config.json": json.dumps(config, indent=2) + "\n",
         STATE: json.dumps(facts, indent=2) + "\n",
@@ -180,7 +185,7 @@ def tokenizer_files(tokens: Tokens) -> dict[str, bytes]:
     folder = path if path.is_dir() else path.parent
     if tokenizer in ("", "byte") or not path.exists() or not (folder / "tokenizer.json").is_file():
         return {}
-    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
     return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
 
 
@@ -226,7 +231,7 @@ def changes_of_course(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     """Fields that change what a resumed run computes from here on: each as it was and is."""
     free = (
         *("mesh", "parallel", "pipeline", "checkpoint", "observe", "validation", "out", "model", "name"),
-        *("init_from", "init_missing"),
+        *("init_from", "init_missing", "init_dequantise"),
     )
     before, found = flat(was), []
     for key, value in flat(now).items():
@@ -254,7 +259,8 @@ def check_same_run(folder: Folder, facts: Mapping[str, Any], recipe: Recipe, cor
         {name: value for name, value in flat(model, "model.").items() if not name.startswith(FREE_FIELDS)}
         for model in (_with_defaults(facts["recipe"]["model"]), json.loads(recipe.to_json())["model"])
     )
-    was |= {f"data.{name}": facts["data"][name] for name in ORDER_FIELDS} | {"seed": facts["recipe"]["seed"]}
+    order = {"packing": "cut", **facts["data"]}  # older checkpoints know no other
+    was |= {f"data.{name}": order[name] for name in ORDER_FIELDS} | {"seed": facts["recipe"]["seed"]}
     now |= {f"data.{name}": getattr(recipe.data, name) for name in ORDER_FIELDS} | {"seed": recipe.seed}
     was |= {"dtype": facts["recipe"]["dtype"]}
     now |= {"dtype": recipe.dtype}
@@ -273,15 +279,16 @@ def check_same_run(folder: Folder, facts: Mapping[str, Any], recipe: Recipe, cor
 
 def _with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
     """A model as an older version wrote it, with what it did not know yet: fields have begun at their default."""
-    moe = model.get("moe")
-    defaults = dataclasses.asdict(DecoderConfig())
-    return {**defaults, **model, "moe": moe and {**dataclasses.asdict(MoEConfig()), **moe}}
+    parts = {"rope": RopeConfig, "moe": MoEConfig}
+    filled = {name: {**dataclasses.asdict(kind()), **model[name]} for name, kind in parts.items() if model.get(name)}
+    defaults: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(DecoderConfig())))  # tuples become lists
+    return {**defaults, **model, **filled}
 
 
 def last_step(recipe: Recipe, corpus: Corpus, state: TrainState) -> int:
     """`recipe.steps`, or fewer where `data.epochs` ends the data before."""
     if recipe.data.epochs is None:
         return recipe.steps
-    rows = recipe.data.epochs * sample_count(len(corpus.train), recipe.data.seq_len)
+    rows = recipe.data.epochs * len(row_starts(corpus.train, recipe.data.seq_len, recipe.data.packing))
     left = max(0, -(-(rows - state.samples) // recipe.data.global_batch))
     return min(recipe.steps, state.step + left)

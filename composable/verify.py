@@ -238,16 +238,26 @@ def shrink(recipe: Recipe, mesh: Mesh) -> Recipe:
     heads = kv_heads * group
     while heads % unit or heads % kv_heads:
         heads += kv_heads
-    head_dim = 8
+    head_dim, latent = 8, model.latent
+    if latent is not None:  # each query head has keys of its own
+        kv_heads = heads
+        latent = dataclasses.replace(
+            latent, q_rank=min(latent.q_rank, 12), kv_rank=10, nope_dim=4, rope_dim=4, value_dim=6
+        )
+    layers = model.layers if recipe.pipeline.split else min(model.layers, max(4, mesh.pp * max(2, stages)))
+    windows = tuple(layer for layer in model.window_layers if layer < layers)
     tiny = dataclasses.replace(
         model,
         vocab_size=_smaller(model.vocab_size, mesh.tp, 48),
         dim=heads * head_dim if model.heads * model.head_dim == model.dim else heads * head_dim + 8,
-        layers=model.layers if recipe.pipeline.split else min(model.layers, max(4, mesh.pp * max(2, stages))),
+        layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
+        latent=latent,
         ffn=_smaller(model.ffn, mesh.tp, 24),
+        window=min(model.window, 5),
+        window_layers=windows or (layers - 1,) if model.window_layers else (),
         init_std=0.2,
         moe=None if model.moe is None else _shrunk_experts(model.moe, mesh),
     )

@@ -485,7 +485,9 @@ def test_a_field_that_an_older_version_did_not_know_had_its_default(text, tmp_pa
     corpus = Corpus.open(recipe.data, EXPERTS.vocab_size)
     data = {"fingerprint": corpus.fingerprint, **{name: getattr(recipe.data, name) for name in ORDER_FIELDS}}
     facts = {"version": 1, "recipe": recipe.options(), "data": data}
-    del facts["recipe"]["model"]["qk_norm"]
+    for name in ("qk_norm", "window_layers"):
+        del facts["recipe"]["model"][name]
+    del facts["recipe"]["model"]["rope"]["mscale"]
     del facts["recipe"]["model"]["moe"]["groups"]
     check_same_run(tmp_path, facts, recipe, corpus)
     with pytest.raises(ValueError, match=r"model.qk_norm was False and is True"):
@@ -501,6 +503,14 @@ def test_a_field_that_an_older_version_did_not_know_had_its_default(text, tmp_pa
     ("changes", "words"),
     [
         ({"mesh": Mesh(ep=2)}, "the model has no experts"),
+        (
+            {
+                "model": dataclasses.replace(EXPERTS, moe=dataclasses.replace(EXPERTS.moe, upcycle=True)),
+                "init_from": "dense",
+                "init_missing": ("*",),
+            },
+            "every weight is taken from the dense model",
+        ),
         ({"init_from": "nowhere"}, "init_from=nowhere is not a folder"),
         ({"observe": ObserveConfig(profile=-1)}, "observe.profile=-1"),
         ({"data": DataConfig(seq_len=8, holdout=0.0)}, "validation.every needs data.holdout"),

@@ -9,30 +9,41 @@ from composable.linear import Linear, linear
 from composable.models.attention import LOCAL, Attention, Method
 from composable.models.config import DecoderConfig
 from composable.models.feedforward import SwiGLU
+from composable.models.latent import LatentAttention
 from composable.models.loss import Loss, chunked_loss, cross_entropy_sum
 from composable.models.rotary import tables
 from composable.moe.layer import ALONE, MoE, Runtime, TokenInfo
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside the residual stream (pre-norm)."""
+    """Attention and feed-forward beside the residual stream; each has a norm before it, or after it."""
 
     def __init__(self, config: DecoderConfig, method: Method, layer: int, runtime: Runtime) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.self_attn = Attention(config, method)
+        self.post_norm = config.norm_place == "post"
+        if not self.post_norm:
+            self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.self_attn = LatentAttention(config, method) if config.latent else Attention(config, method, layer)
         self.post_attention_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp: nn.Module = SwiGLU(config)
         if config.moe is not None and layer in config.expert_layers:
             shared = SwiGLU(config, config.moe.shared_ffn) if config.moe.shared_ffn else None
             self.mlp = MoE(config.dim, config.moe, layer, shared)
+        if self.post_norm:
+            self.post_feedforward_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.groups = runtime.groups
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, info: TokenInfo | None = None) -> Tensor:
         """x [B, S, D] -> [B, S, D]; `info` is for experts."""
+        if self.post_norm:
+            x = x + self.post_attention_layernorm(self.self_attn(x, cos, sin, mask))
+            return x + self.post_feedforward_layernorm(self.feed_forward(x, info))
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
-        normed = self.post_attention_layernorm(x)
-        return x + (self.mlp(normed, info, **self.groups) if isinstance(self.mlp, MoE) else self.mlp(normed))
+        return x + self.feed_forward(self.post_attention_layernorm(x), info)
+
+    def feed_forward(self, x: Tensor, info: TokenInfo | None) -> Tensor:
+        """x [B, S, D] -> [B, S, D] through the layer's SwiGLU or experts."""
+        return self.mlp(x, info, **self.groups) if isinstance(self.mlp, MoE) else self.mlp(x)
 
 
 class Body(nn.Module):
@@ -68,10 +79,12 @@ class Decoder(nn.Module):
         self.config = config
         self.first = first
         self.mask = method.mask
+        self.narrow = method.narrow
         self.runtime = runtime
         self.loss: Loss = cross_entropy_sum
         self.loss_chunk = 0  # tokens of which logits exist at once when there are labels; 0: all
         chosen = range(config.layers) if layers is None else layers
+        self.windows = [config.window_of(layer) for layer in chosen]
         self.model = Body(config, chosen, first, last, method, runtime)
         self.lm_head = Linear(config.dim, config.vocab_size, bias=False) if last and not config.tied else None
 
@@ -105,11 +118,12 @@ class Decoder(nn.Module):
             positions = torch.arange(x.size(1), device=x.device)
         embed = self.model.embed_tokens
         hidden = embed(x) if self.first and embed is not None else x  # [B, S, D]
-        cos, sin = tables(self.config.rope, self.config.head_dim, positions, hidden.dtype)
+        cos, sin = tables(self.config.rope, self.config.rotary_dim, positions, hidden.dtype)
         mask = self.mask(documents)
+        masks = {window: self.narrow(mask, window, positions) if window else mask for window in set(self.windows)}
         info = None if self.config.moe is None else self.token_info(indices, scale, step, loads)
-        for block in self.blocks:
-            hidden = block(hidden, cos, sin, mask, info)
+        for block, window in zip(self.blocks, self.windows, strict=True):
+            hidden = block(hidden, cos, sin, masks[window], info)
         if self.model.norm is None:
             return hidden
         hidden = self.model.norm(hidden)

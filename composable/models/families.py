@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
 
-from composable.models.config import DecoderConfig, RopeConfig
+from composable.models import deepseek, windows
+from composable.models.config import DecoderConfig, LatentConfig, RopeConfig
 from composable.moe.config import MoEConfig
 
 OWN = "composable"
@@ -18,7 +19,7 @@ OWN = "composable"
 
 @dataclass(frozen=True)
 class Family:
-    """How a family's config.json tells what ours tells; "moe.x" is a field of `DecoderConfig.moe`."""
+    """How a family's config.json tells what ours tells; "moe.x" is a field of `DecoderConfig.moe`, and so on."""
 
     architecture: str
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -29,13 +30,18 @@ class Family:
     """theirs -> what its absence means, where that is not our default"""
     only: Mapping[str, Any] = field(default_factory=dict)
     """theirs -> the one value that our decoder computes"""
+    told: Callable[[DecoderConfig], Mapping[str, Any]] = lambda config: {}
+    """theirs -> value, of keys that several of our fields make, or that are told otherwise than elsewhere"""
+    heard: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
+    """config.json -> ours -> value, the other way"""
 
     @property
-    def experts(self) -> bool:
-        """Whether its models have experts."""
-        return any(ours.startswith("moe.") for ours in self.keys)
+    def parts(self) -> set[str]:
+        """The parts of a configuration that its models have, of those in `_PARTS`."""
+        return {ours.partition(".")[0] for ours in self.keys if "." in ours}
 
 
+_PARTS: Mapping[str, type] = {"moe": MoEConfig, "latent": LatentConfig}  # of DecoderConfig, where it has them
 _SAME = {  # ours -> theirs, for every family below
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
@@ -64,6 +70,9 @@ _ROPE = {  # scaling -> ours -> theirs
         "beta_fast": "beta_fast",
         "beta_slow": "beta_slow",
         "attention_factor": "attention_factor",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
+        "truncate": "truncate",
     },
 }
 _BIAS = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
@@ -75,30 +84,102 @@ _QWEN_EXPERTS = {
     "moe.first_dense": "mlp_only_layers",
 }
 _QWEN_ABSENT = {"norm_topk_prob": False, "qkv_bias": True}
-_NO_WINDOW = {"use_sliding_window": False}
+_DEEPSEEK = _BIAS | {
+    "latent.q_rank": "q_lora_rank",
+    "latent.kv_rank": "kv_lora_rank",
+    "latent.nope_dim": "qk_nope_head_dim",
+    "latent.rope_dim": "qk_rope_head_dim",
+    "latent.value_dim": "v_head_dim",
+    "moe.experts": "n_routed_experts",
+    "moe.top_k": "num_experts_per_tok",
+    "moe.ffn": "moe_intermediate_size",
+    "moe.scale": "routed_scaling_factor",
+    "moe.groups": "n_group",
+    "moe.groups_kept": "topk_group",
+    "moe.first_dense": "first_k_dense_replace",
+}
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("LlamaForCausalLM", _BIAS | {"mlp_bias": "mlp_bias"}),
-    "qwen2": Family("Qwen2ForCausalLM", fixed={"qkv_bias": True}, only=_NO_WINDOW),
-    "qwen3": Family("Qwen3ForCausalLM", _BIAS, {"qk_norm": True}, only=_NO_WINDOW),
+    "mistral": Family("MistralForCausalLM", told=windows.MISTRAL.told, heard=windows.MISTRAL.heard),
+    "qwen2": Family("Qwen2ForCausalLM", fixed={"qkv_bias": True}, told=windows.QWEN.told, heard=windows.QWEN.heard),
+    "qwen3": Family("Qwen3ForCausalLM", _BIAS, {"qk_norm": True}, told=windows.QWEN.told, heard=windows.QWEN.heard),
+    "olmo2": Family("Olmo2ForCausalLM", _BIAS, {"norm_place": "post", "qk_norm": True, "qk_norm_wide": True}),
     "mixtral": Family(
         "MixtralForCausalLM",
         {"moe.experts": "num_local_experts", "moe.top_k": "num_experts_per_tok", "moe.ffn": "intermediate_size"},
         {"moe.score": "softmax", "moe.normalise": True},
-        only={"sliding_window": None},
+        told=windows.MIXTRAL.told,
+        heard=windows.MIXTRAL.heard,
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        _BIAS
+        | {"moe.experts": "num_experts", "moe.top_k": "num_experts_per_tok", "moe.ffn": "intermediate_size"}
+        | {"moe.normalise": "norm_topk_prob"},
+        {"qk_norm": True, "qk_norm_wide": True, "moe.score": "softmax"},
+        {"norm_topk_prob": False},
+        {"clip_qkv": None},
+        heard=lambda config: {"head_dim": config["hidden_size"] // config["num_attention_heads"]},  # no other is read
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         _BIAS | _QWEN_EXPERTS,
         {"qk_norm": True, "moe.score": "softmax"},
         _QWEN_ABSENT,
-        _NO_WINDOW | {"decoder_sparse_step": 1},
+        {"decoder_sparse_step": 1},
+        windows.QWEN3_MOE.told,
+        windows.QWEN3_MOE.heard,
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
         {"qkv_bias": "qkv_bias"} | _QWEN_EXPERTS | {"moe.shared_ffn": "shared_expert_intermediate_size"},
         {"moe.score": "softmax", "moe.shared_gate": True},
         _QWEN_ABSENT,
-        _NO_WINDOW | {"decoder_sparse_step": 1},
+        {"decoder_sparse_step": 1},
+        windows.QWEN2_MOE.told,
+        windows.QWEN2_MOE.heard,
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        _BIAS
+        | {
+            "moe.experts": "num_local_experts",
+            "moe.top_k": "num_experts_per_tok",
+            "moe.ffn": "intermediate_size",
+            "moe.swiglu_limit": "swiglu_limit",
+        },
+        {
+            "sinks": True,
+            "moe.score": "topk_softmax",
+            "moe.router_bias": True,
+            "moe.expert_bias": True,
+            "moe.fused": True,
+        },
+        {"head_dim": 64, "attention_bias": True, "swiglu_limit": 7.0},
+        {"swiglu_alpha": 1.702},
+        windows.GPT_OSS.told,
+        windows.GPT_OSS.heard,
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        _DEEPSEEK | {"mlp_bias": "mlp_bias"},
+        {"moe.score": "softmax", "moe.normalise": False, "latent.interleaved": True},
+        only={"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1},
+        told=deepseek.told_of_v2,
+        heard=deepseek.heard_of_v2,
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        _DEEPSEEK
+        | {
+            "moe.normalise": "norm_topk_prob",
+            "latent.interleaved": "rope_interleave",
+            "mtp": "num_nextn_predict_layers",
+        },
+        {"moe.score": "sigmoid", "moe.correction": True},
+        only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+        told=deepseek.told,
+        heard=deepseek.heard,
     ),
 }
 _OPTIONS = ("balance", "capacity", "exploration", "upcycle", "granularity", "dispatcher")  # of MoEConfig: of training
@@ -113,6 +194,7 @@ def _bottom(layers: list[int]) -> int:
 
 _THROUGH: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # theirs -> (to theirs, to ours)
     "mlp_only_layers": (lambda first_dense: list(range(first_dense)), _bottom),
+    "q_lora_rank": (lambda rank: rank or None, lambda rank: rank),
 }
 
 
@@ -123,7 +205,7 @@ def family_of(config: DecoderConfig) -> str:
     """
     plain = computed(config)
     for name, family in FAMILIES.items():
-        if family.experts == (plain.moe is not None) and _holds(family, plain):
+        if family.parts == {part for part in _PARTS if getattr(plain, part) is not None} and _holds(family, plain):
             return name
     return OWN
 
@@ -167,7 +249,10 @@ def computed(config: DecoderConfig) -> DecoderConfig:
         scaling=config.rope.scaling,
         **{ours: getattr(config.rope, ours) for ours in _ROPE[config.rope.scaling]},
     )
-    plain = dataclasses.replace(config, rope=rope, init_std=DecoderConfig.init_std, max_length=DecoderConfig.max_length)
+    told = ("init_std", "max_length", "mtp")
+    plain = dataclasses.replace(config, rope=rope, **{name: getattr(DecoderConfig, name) for name in told})
+    if len(config.window_layers) == config.layers:
+        plain = dataclasses.replace(plain, window_layers=())
     if config.moe is None:
         return plain
     options: dict[str, Any] = {name: getattr(MoEConfig(), name) for name in _OPTIONS}
@@ -193,7 +278,7 @@ def _holds(family: Family, plain: DecoderConfig) -> bool:
 
 def _get(config: DecoderConfig, ours: str) -> Any:
     part, _, name = ours.rpartition(".")
-    return getattr(config.moe if part else config, name)
+    return getattr(getattr(config, part) if part else config, name)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -212,7 +297,7 @@ def _written(config: DecoderConfig, family: Family) -> dict[str, Any]:
     rope = config.rope
     scaling = {theirs: getattr(rope, ours) for ours, theirs in _ROPE[rope.scaling].items()}
     scaling = {key: value for key, value in scaling.items() if value is not None}
-    return {**out, **family.only} | {
+    return {**out, **family.only, **family.told(config)} | {
         "rope_theta": rope.theta,
         "rope_scaling": None if rope.scaling == "none" else {"rope_type": rope.scaling, **scaling},
     }
@@ -222,19 +307,40 @@ def _read(config: Mapping[str, Any], family: Family) -> DecoderConfig:
     for theirs, only in ({"hidden_act": "silu"} | dict(family.only)).items():
         if config.get(theirs, only) != only:
             raise ValueError(f"config.json: {theirs}={config[theirs]!r} is not supported; supported is {only!r}")
-    values: dict[str, Any] = {}
-    moe: dict[str, Any] = {}
-    for ours, value in family.fixed.items():
-        (moe if ours.startswith("moe.") else values)[ours.removeprefix("moe.")] = value
+    flat_values = dict(family.fixed)
     for ours, theirs in {**_SAME, **family.keys}.items():
         value = config.get(theirs, config.get(_ALSO.get(theirs, "")))
         value = family.absent.get(theirs) if value is None else value
         if value is not None:
-            value = _THROUGH[theirs][1](value) if theirs in _THROUGH else value
-            (moe if ours.startswith("moe.") else values)[ours.removeprefix("moe.")] = value
+            flat_values[ours] = _THROUGH[theirs][1](value) if theirs in _THROUGH else value
+    flat_values |= family.heard(config)
+    values: dict[str, Any] = {part: {} for part in family.parts}
+    for ours, value in flat_values.items():
+        part, _, name = ours.rpartition(".")
+        (values[part] if part else values)[name] = value
     values.setdefault("kv_heads", values["heads"])
     values.setdefault("head_dim", values["dim"] // values["heads"])
-    return DecoderConfig(**values, rope=_rope(config), moe=MoEConfig(**moe) if family.experts else None)
+    built = {part: _PARTS[part](**values.pop(part)) for part in family.parts}
+    return DecoderConfig(**values, **built, rope=_rope(config))
+
+
+def mtp_names(config: Mapping[str, Any]) -> Callable[[str], bool]:
+    """Which tensors of a model's files are its layers for multi-token prediction.
+
+    These come after the others, `model.layers.61.` in DeepSeek-V3, and hold copies of the embedding and of the head.
+
+    Args:
+        config: the content of config.json.
+
+    Returns:
+        name of a tensor -> whether it is theirs; of a model without such layers, and of a family that is not in the
+        table, never.
+    """
+    name = str(config.get("model_type"))
+    model = from_hugging_face(config) if name in (OWN, *FAMILIES) else None
+    layers = range(model.layers, model.layers + model.mtp) if model else range(0)
+    prefixes = tuple(f"model.layers.{layer}." for layer in layers)
+    return lambda name: name.startswith(prefixes)
 
 
 def _rope(config: Mapping[str, Any]) -> RopeConfig:
@@ -261,5 +367,6 @@ def _built(kind: type, values: Mapping[str, Any]) -> Any:
     out = {}
     for name, value in values.items():
         inner = [hint for hint in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(hint)]
+        value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
         out[name] = _built(inner[0], value) if inner and isinstance(value, Mapping) else value  # type: ignore[arg-type]
     return kind(**out)

@@ -32,7 +32,7 @@ def decoder_init(config: DecoderConfig) -> InitRule:
     """Norms one, biases zero, matrices normal; those that write into the residual stream smaller (GPT-2, 2.3)."""
 
     def rule(name: str) -> Init:
-        if name.endswith(".bias"):
+        if name.endswith((".bias", "_bias")):
             return Init()
         if name.endswith("norm.weight"):
             return Init(mean=1.0)

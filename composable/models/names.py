@@ -13,7 +13,12 @@ _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
 _EXPERTS = {  # ours, a stack of experts -> the names of each
     "mlp.experts.gate_proj": "mlp.experts.{expert}.gate_proj.weight",
     "mlp.experts.up_proj": "mlp.experts.{expert}.up_proj.weight",
+    "mlp.experts.gate_up_proj": "mlp.experts.{expert}.gate_up_proj.weight",
     "mlp.experts.down_proj": "mlp.experts.{expert}.down_proj.weight",
+    "mlp.experts.gate_bias": "mlp.experts.{expert}.gate_proj.bias",
+    "mlp.experts.up_bias": "mlp.experts.{expert}.up_proj.bias",
+    "mlp.experts.gate_up_bias": "mlp.experts.{expert}.gate_up_proj.bias",
+    "mlp.experts.down_bias": "mlp.experts.{expert}.down_proj.bias",
 }
 _RENAMED: Mapping[str, Mapping[str, str]] = {  # family -> ours -> theirs, where they are others
     "mixtral": {
@@ -23,6 +28,16 @@ _RENAMED: Mapping[str, Mapping[str, str]] = {  # family -> ours -> theirs, where
         "mlp.experts.down_proj": "block_sparse_moe.experts.{expert}.w2.weight",
     },
     "qwen2_moe": {"mlp.shared_experts": "mlp.shared_expert"},
+    "gpt_oss": {  # the stacks as they are
+        "mlp.gate": "mlp.router",
+        "mlp.experts.gate_up_proj": "mlp.experts.gate_up_proj",
+        "mlp.experts.down_proj": "mlp.experts.down_proj",
+        "mlp.experts.gate_up_bias": "mlp.experts.gate_up_proj_bias",
+        "mlp.experts.down_bias": "mlp.experts.down_proj_bias",
+    },
+}
+_TRANSPOSED: Mapping[str, tuple[str, ...]] = {  # family -> ends of their names, of stacks whose matrices are [in, out]
+    "gpt_oss": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
 }
 
 
@@ -31,7 +46,8 @@ def in_file(tensors: Mapping[str, Tensor | Piece], config: DecoderConfig) -> dic
 
     A stack of experts [E, F, D] becomes one `Piece` [F, D] for each expert of which this rank holds a part; its local
     tensor is a view of the rank's part of the stack. What the optimizer has one number of for a stack (AdamW's `step`)
-    stands under each of these experts. Other tensors are given as they are.
+    stands under each of these experts. Where the family has stacks in its files they stay whole, as a transposed view
+    if it has them so. Other tensors are given as they are.
 
     Args:
         tensors: parameters and buffers, or optimizer state as "<parameter>.<state>"; of the whole model or a part of
@@ -44,13 +60,17 @@ def in_file(tensors: Mapping[str, Tensor | Piece], config: DecoderConfig) -> dic
     """
     if config.moe is None:
         return dict(tensors)
-    table = _EXPERTS | dict(_RENAMED.get(family_of(config), {}))
+    family = family_of(config)
+    table = _EXPERTS | dict(_RENAMED.get(family, {}))
+    turned = _TRANSPOSED.get(family, ())
     out: dict[str, Tensor | Piece] = {}
     stacks: dict[str, dict[str, Tensor | Piece]] = {}  # a stack's name in the file -> what follows it -> tensor
     for name, tensor in tensors.items():
         renamed, state = _renamed(name, table)
         if "{expert}" in renamed:
             stacks.setdefault(renamed, {})[state] = tensor
+        elif renamed.endswith(turned) and not (isinstance(tensor, Tensor) and tensor.ndim == 0):
+            out[renamed + state] = _transposed(renamed + state, tensor)
         else:
             out[renamed + state] = tensor
     for renamed, states in stacks.items():
@@ -66,6 +86,14 @@ def _renamed(name: str, table: Mapping[str, str]) -> tuple[str, str]:
             if rest == ours or rest.startswith(ours + "."):
                 return layer + theirs, rest[len(ours) :]
     return name, ""
+
+
+def _transposed(name: str, tensor: Tensor | Piece) -> Piece:
+    """A stack [E, O, I] as [E, I, O], without a copy."""
+    piece = pieces_of({name: tensor})[name]
+    (e, o, i), box = piece.shape, piece.box
+    turned = Box(*((first, third, second) for first, second, third in (box.offsets, box.sizes)))
+    return Piece(piece.local.mT, (e, i, o), turned)
 
 
 def _unstacked(name: str, states: Mapping[str, Tensor | Piece]) -> Iterator[tuple[str, Tensor | Piece]]:

@@ -41,13 +41,23 @@ def _yarn(plain: Tensor, config: RopeConfig, head_dim: int) -> tuple[Tensor, flo
     def dimension(turns: float) -> float:
         return head_dim * math.log(config.original_length / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
-    low = max(math.floor(dimension(config.beta_fast)), 0)
-    high = min(math.ceil(dimension(config.beta_slow)), head_dim - 1)
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     pairs = torch.arange(head_dim // 2, dtype=torch.float64, device=plain.device)
     stretch = ((pairs - low) / max(high - low, 1e-3)).clamp(0, 1)
-    factor = config.attention_factor
-    scale = factor if factor is not None else 0.1 * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0
+    scale = config.attention_factor
+    if scale is None:
+        given = (config.mscale, config.mscale_all_dim)
+        own, all_dim = given if given[0] and given[1] else (1.0, 0.0)
+        scale = magnitude(config.factor, own) / magnitude(config.factor, all_dim)
     return stretch * plain / config.factor + (1 - stretch) * plain, scale
+
+
+def magnitude(factor: float, weight: float | None) -> float:
+    """By what yarn multiplies queries and keys for contexts `factor` times as long; `weight` 1 is the paper's."""
+    return 0.1 * (weight or 0.0) * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def tables(config: RopeConfig, head_dim: int, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -71,3 +81,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.size(-1)  # a plain number to torch.compile, where the width of x may be a symbol that inductor fails on
     first, second = x.narrow(-1, 0, half), x.narrow(-1, half, half)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def in_halves(x: Tensor) -> Tensor:
+    """The pairs (2i, 2i + 1) of x [..., head_dim] where `rotate` looks for them: (i, i + head_dim / 2)."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

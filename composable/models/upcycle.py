@@ -93,6 +93,11 @@ def check_upcycle(config: DecoderConfig) -> MoEConfig:
             f"moe.upcycle with moe.shared_ffn={moe.shared_ffn}: the routed experts alone give the dense output, and a "
             "shared one would add to it; write moe.shared_ffn=0"
         )
+    if moe.expert_bias or moe.swiglu_limit or moe.fused:
+        raise ValueError(
+            f"moe.upcycle with moe.expert_bias={moe.expert_bias}, swiglu_limit={moe.swiglu_limit} and "
+            f"fused={moe.fused}: each expert is a dense model's plain SwiGLU; write False, 0 and False"
+        )
     if config.mlp_bias:
         raise ValueError("moe.upcycle with model.mlp_bias=True: experts have no biases; start from a model without")
     if size * moe.ffn != config.ffn:

@@ -51,6 +51,11 @@ class Capacity:
     def __post_init__(self) -> None:
         if self.factor < 0:
             raise ValueError(f"moe.capacity.factor={self.factor}: it is 0 (dropless) or positive, for example 1.25")
+        if not self.factor and self.overflow != "drop_weight":
+            raise ValueError(
+                f"moe.capacity.overflow={self.overflow} without a capacity: experts take every token; give "
+                "moe.capacity.factor too, for example 1.25"
+            )
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,12 @@ class MoEConfig:
     """of a group: the sum of its two best scores (DeepSeek-V3) or its best score (DeepSeek-V2)"""
     router_bias: bool = False
     """the router's logits have a learnt bias (gpt-oss)"""
+    expert_bias: bool = False
+    """the projections of experts have biases (gpt-oss)"""
+    swiglu_limit: float = 0.0
+    """experts clamp SwiGLU's gate and up at it, and multiply by up + 1 (gpt-oss: 7); 0: plain SwiGLU"""
+    fused: bool = False
+    """gate and up of all experts are one stack in memory and in checkpoints, their rows in turns (gpt-oss)"""
     first_dense: int = 0
     """layers at the bottom that stay dense"""
     balance: Balance = field(default_factory=Balance)
@@ -143,6 +154,8 @@ class MoEConfig:
         for name in ("shared_ffn", "first_dense"):
             if getattr(self, name) < 0:
                 raise ValueError(f"moe.{name}={getattr(self, name)}: it is 0 or more")
+        if self.swiglu_limit < 0:
+            raise ValueError(f"moe.swiglu_limit={self.swiglu_limit}: it is 0 (plain SwiGLU) or positive, as 7")
         if self.scale <= 0:
             raise ValueError(f"moe.scale={self.scale}: weights are multiplied by it, so it is positive; 1 leaves them")
         self._check_groups()
@@ -230,6 +243,16 @@ def deepseek_v3(
     )
 
 
-def gpt_oss(experts: int = 128, top_k: int = 4, ffn: int = 2880) -> MoEConfig:
-    """The router of gpt-oss (arXiv:2508.10925): biased logits, softmax over the chosen ones."""
-    return MoEConfig(experts, top_k, ffn, score="topk_softmax", normalise=False, router_bias=True)
+def gpt_oss(experts: int = 128, top_k: int = 4, ffn: int = 2880, limit: float = 7.0) -> MoEConfig:
+    """gpt-oss (arXiv:2508.10925): biased logits, softmax over the chosen ones; biased experts, clamped SwiGLU."""
+    return MoEConfig(
+        experts,
+        top_k,
+        ffn,
+        score="topk_softmax",
+        normalise=False,
+        router_bias=True,
+        expert_bias=True,
+        swiglu_limit=limit,
+        fused=True,
+    )

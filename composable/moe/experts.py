@@ -6,53 +6,72 @@ ms forward and backward, 4,096 rows, 8 experts of 256 x 344); in bfloat16 it was
 Between its products an expert's activations stay in the core's cache.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable._torch import onednn_product
 from composable.moe.config import Dispatcher
 from composable.moe.dispatch import ExpertRanks, all_to_all, alone, combine, dispatch, expert_order
+from composable.moe.glu import PLAIN, Form, glu
 from composable.moe.hierarchical import hierarchical
+from composable.moe.loop import expert_by_expert
 from composable.moe.router import Routing
 from composable.moe.static import combine_blocks, dispatch_blocks, room_for
-
-Product = Callable[[Tensor, Tensor], Tensor]
-"""(x [N, I], weight [O, I]) -> x @ weight^T [N, O]"""
 
 
 class Experts(nn.Module):
     """down(silu(gate(x)) * up(x)) for each expert; gate_proj and up_proj [E, F, D], down_proj [E, D, F].
 
+    Fused, gate and up are one stack gate_up_proj [E, 2 F, D], whose even rows are gate's. With biases gate_bias and
+    up_bias [E, F] (fused: gate_up_bias [E, 2 F]) and down_bias [E, D].
+
     The experts of this rank alone, once a parameter is a part of the stack, or a DTensor of which it has a part; and a
-    part of the hidden width F, where that is shared out: the outputs are then to be added up over its ranks.
+    part of the hidden width F, where that is shared out: the outputs are then to be added up over its ranks. Such a
+    rank has, and adds, those columns of down_bias that begin at `first_column`.
 
     Args:
         experts: of all ranks together.
         dispatcher: how tokens come to the ranks of their experts.
         factor: capacity factor that the routing keeps; only `static` needs it.
+        limit: of the clamped SwiGLU (`glu`); 0: the plain one.
     """
 
+    down_bias: nn.Parameter
+
     def __init__(
-        self, experts: int, dim: int, ffn: int, dispatcher: Dispatcher = "all_to_all", factor: float = 0.0
+        self,
+        experts: int,
+        dim: int,
+        ffn: int,
+        dispatcher: Dispatcher = "all_to_all",
+        factor: float = 0.0,
+        *,
+        fused: bool = False,
+        bias: bool = False,
+        limit: float = 0.0,
     ) -> None:
         super().__init__()
         self.dispatcher = dispatcher
         self.factor = factor
-        self.gate_proj = nn.Parameter(torch.empty(experts, ffn, dim))
-        self.up_proj = nn.Parameter(torch.empty(experts, ffn, dim))
+        self.fused = fused
+        self.bias = bias
+        self.limit = limit
+        self.first_column = 0
+        inner = {"gate_up": 2 * ffn} if fused else {"gate": ffn, "up": ffn}
+        for name, width in inner.items():
+            setattr(self, f"{name}_proj", nn.Parameter(torch.empty(experts, width, dim)))
         self.down_proj = nn.Parameter(torch.empty(experts, dim, ffn))
+        for name, width in (inner | {"down": dim}).items() if bias else ():
+            setattr(self, f"{name}_bias", nn.Parameter(torch.empty(experts, width)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform within 1 / sqrt(inputs), as `nn.Linear`."""
-        for weight in (self.gate_proj, self.up_proj, self.down_proj):
-            nn.init.uniform_(weight, -(weight.size(-1) ** -0.5), weight.size(-1) ** -0.5)
+        """Uniform within 1 / sqrt(inputs), as `nn.Linear`; biases zero."""
+        for weight in self.parameters():
+            bound = weight.size(-1) ** -0.5 if weight.ndim == 3 else 0.0
+            nn.init.uniform_(weight, -bound, bound)
 
     def forward(self, x: Tensor, routing: Routing, ranks: ExpertRanks | None = None, batch_ranks: int = 1) -> Tensor:
         """x [T, D] -> [T, D]: the experts' outputs, added up with their weights; collective over `ranks`.
@@ -68,7 +87,8 @@ class Experts(nn.Module):
             ValueError: this rank has another number of experts than its part; or ranks without the groups that the
                 dispatcher needs.
         """
-        gate, up, down = (_local(weight) for weight in (self.gate_proj, self.up_proj, self.down_proj))
+        gate, up, down = (*self._gate_and_up("proj"), _local(self.down_proj))
+        form = self._form(x.size(-1))
         experts = routing.counts.numel()
         part = experts // (1 if ranks is None else dist.get_world_size(ranks.group))
         if part != len(gate):
@@ -78,26 +98,58 @@ class Experts(nn.Module):
             )
         if self.dispatcher == "static":
             room = room_for(self.factor, len(x), batch_ranks, routing.ids.size(1), experts)
-            return swiglu_in_blocks(x, routing, gate, up, down, room, ranks, pack=room > 0 and _packs(x, gate, down))
+            pack = room > 0 and _packs(x, gate, down)
+            return swiglu_in_blocks(x, routing, gate, up, down, room, ranks, pack=pack, form=form)
         if x.device.type == "cpu" and alone(ranks):
-            return swiglu_in_place(x, routing, gate, up, down)
+            return swiglu_in_place(x, routing, gate, up, down, form)
         plan = hierarchical if self.dispatcher == "hierarchical" else all_to_all
         rows, counts, record = dispatch(x, routing, ranks, plan)
-        return combine(swiglu(rows, gate, up, down, counts), record, routing.weights)
+        return combine(swiglu(rows, gate, up, down, counts, form), record, routing.weights)
+
+    def _gate_and_up(self, kind: str) -> tuple[Tensor, Tensor]:
+        """What there is of gate and up on this rank, [E, F, ...] each."""
+        if not self.fused:
+            return _local(getattr(self, f"gate_{kind}")), _local(getattr(self, f"up_{kind}"))
+        gate, up = _local(getattr(self, f"gate_up_{kind}")).unflatten(1, (-1, 2)).unbind(2)
+        return gate, up
+
+    def _form(self, dim: int) -> Form:
+        if not self.bias:
+            return Form(limit=self.limit) if self.limit else PLAIN
+        down = _local(self.down_bias)
+        down = F.pad(down, (self.first_column, dim - self.first_column - down.size(1)))
+        return Form(*self._gate_and_up("bias"), down, self.limit)
 
 
 @torch.compiler.disable
-def swiglu(rows: Tensor, gate: Tensor, up: Tensor, down: Tensor, counts: list[int]) -> Tensor:
+def swiglu(rows: Tensor, gate: Tensor, up: Tensor, down: Tensor, counts: list[int], form: Form = PLAIN) -> Tensor:
     """rows [R, D] through experts gate, up [E, F, D], down [E, D, F], counts[e] rows each -> [R, D]."""
     if len(rows) == 0 or not _groups(rows, gate, down):
-        return _Loop.apply(rows, gate, up, down, counts, None, None)
-    return grouped_swiglu(rows, gate, up, down, torch.tensor(counts, device=rows.device).cumsum(0).to(torch.int32))
+        return expert_by_expert(rows, gate, up, down, counts, form)
+    ends = torch.tensor(counts, device=rows.device).cumsum(0).to(torch.int32)
+    return grouped_swiglu(rows, gate, up, down, ends, form)
 
 
-def grouped_swiglu(rows: Tensor, gate: Tensor, up: Tensor, down: Tensor, ends: Tensor) -> Tensor:
+def grouped_swiglu(rows: Tensor, gate: Tensor, up: Tensor, down: Tensor, ends: Tensor, form: Form = PLAIN) -> Tensor:
     """rows [R, D], those of each expert up to ends [E] int32 -> [R, D], anything after the last end."""
-    hidden = F.silu(F.grouped_mm(rows, gate.mT, offs=ends)) * F.grouped_mm(rows, up.mT, offs=ends)
-    return F.grouped_mm(hidden, down.mT, offs=ends)
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = F.grouped_mm(x, weight.mT, offs=ends)
+        return out if bias is None else out + _of_rows(bias, len(x), ends)
+
+    hidden = glu(product(rows, gate, form.gate_bias), product(rows, up, form.up_bias), form.limit)
+    return product(hidden, down, form.down_bias)
+
+
+def _of_rows(bias: Tensor, rows: int, ends: Tensor) -> Tensor:
+    """bias [E, O] -> that of each row's expert [rows, O].
+
+    A grouped product with ones, and zeros up to 16 bytes: so is its gradient, whose order of sums is fixed, which that
+    of an index is not on an accelerator.
+    """
+    width = 16 // bias.element_size()
+    ones = F.pad(bias.new_ones(rows, 1), (0, width - 1))
+    return F.grouped_mm(ones, F.pad(bias[:, None], (0, 0, 0, width - 1)), offs=ends)
 
 
 def swiglu_in_blocks(
@@ -110,6 +162,7 @@ def swiglu_in_blocks(
     ranks: ExpertRanks | None,
     *,
     pack: bool,
+    form: Form = PLAIN,
 ) -> Tensor:
     """x [T, D] through experts that get blocks of `room` rows from every rank -> [T, D]; no shape depends on routing.
 
@@ -118,14 +171,21 @@ def swiglu_in_blocks(
     """
     rows, blocks = dispatch_blocks(x, routing, room, ranks, pack=pack)
     if blocks.packed is not None:
-        out = grouped_swiglu(rows, gate, up, down, blocks.packed.ends)
+        out = grouped_swiglu(rows, gate, up, down, blocks.packed.ends, form)
     else:
-        out = (F.silu(rows @ gate.mT) * (rows @ up.mT)) @ down.mT
+        hidden = glu(_batched(rows, gate, form.gate_bias), _batched(rows, up, form.up_bias), form.limit)
+        out = _batched(hidden, down, form.down_bias)
     return combine_blocks(out, blocks, routing.weights)
 
 
+def _batched(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [E, N, I], weight [E, O, I], bias [E, O] -> [E, N, O]."""
+    out = x @ weight.mT
+    return out if bias is None else out + bias[:, None]
+
+
 @torch.compiler.disable
-def swiglu_in_place(x: Tensor, routing: Routing, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def swiglu_in_place(x: Tensor, routing: Routing, gate: Tensor, up: Tensor, down: Tensor, form: Form = PLAIN) -> Tensor:
     """x [T, D] through the experts of each token, added up with weights in float32 or wider -> [T, D]; on a CPU.
 
     What `dispatch`, `swiglu` and `combine` give without a group, up to rounding, while the rows of one expert alone
@@ -134,7 +194,7 @@ def swiglu_in_place(x: Tensor, routing: Routing, gate: Tensor, up: Tensor, down:
     counts = routing.counts.tolist()
     choices = expert_order(routing)[: sum(counts)]
     weights = routing.weights.flatten().index_select(0, choices)
-    return _Loop.apply(x, gate, up, down, counts, choices // routing.ids.size(1), weights)
+    return expert_by_expert(x, gate, up, down, counts, form, choices // routing.ids.size(1), weights)
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -152,93 +212,3 @@ def _packs(x: Tensor, gate: Tensor, down: Tensor) -> bool:
     if not _groups(x, gate, down) or x.dtype != torch.bfloat16 or x.device.type != "cuda":
         return False
     return torch.cuda.get_device_properties(x.device).major in (9, 10)
-
-
-def _product_of(x: Tensor) -> Product:
-    fast = x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    return onednn_product if fast else F.linear
-
-
-def _take(x: Tensor, tokens: Tensor | None, part: slice) -> Tensor:
-    return x[part] if tokens is None else x.index_select(0, tokens[part])
-
-
-class _Loop(torch.autograd.Function):
-    """Expert by expert. Rows are those of x; or `tokens` [R] of it, whose results are added up with `weights` [R].
-
-    No expert has a token twice, and experts follow one another: the order of every sum is fixed.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        down: Tensor,
-        counts: list[int],
-        tokens: Tensor | None,
-        weights: Tensor | None,
-    ) -> Tensor:
-        product = _product_of(x)
-        kept, first = [], 0
-        out = torch.empty_like(x) if weights is None else x.new_zeros(x.shape, dtype=weights.dtype)
-        for expert, size in enumerate(counts):
-            if size:
-                part = slice(first, first + size)
-                rows = _take(x, tokens, part)
-                g, u = product(rows, gate[expert]), product(rows, up[expert])
-                y = product(F.silu(g).mul_(u), down[expert])
-                if tokens is None or weights is None:
-                    out[part] = y
-                else:
-                    out.index_add_(0, tokens[part], y.to(out.dtype).mul_(weights[part, None]))
-                kept += [g, u]
-                first += size
-        ctx.counts = counts
-        ctx.save_for_backward(x, gate, up, down, tokens, weights, *kept)
-        return out.to(x.dtype)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, up, down, tokens, weights, *kept = ctx.saved_tensors
-        product, silu_backward = _product_of(x), torch.ops.aten.silu_backward
-        needs = ctx.needs_input_grad
-        for_x = torch.zeros_like(x, dtype=None if weights is None else weights.dtype) if needs[0] else None
-        for_gate, for_up, for_down = (
-            torch.empty_like(weight) if need else None
-            for weight, need in zip((gate, up, down), needs[1:4], strict=True)
-        )
-        for_weights = None if weights is None else torch.empty_like(weights)
-        first = 0
-        for expert, size in enumerate(ctx.counts):
-            if size == 0:
-                for total in (for_gate, for_up, for_down):
-                    if total is not None:
-                        total[expert].zero_()
-                continue
-            part = slice(first, first + size)
-            first += size
-            g, u = kept[:2]
-            kept = kept[2:]
-            rows, by = _take(x, tokens, part), _take(grad, tokens, part)
-            a = F.silu(g)
-            h, by_h = a * u, product(by, down[expert].t())
-            if weights is not None and for_weights is not None:
-                for_weights[part] = (h * by_h).sum(-1, dtype=weights.dtype)
-                h, by_h = h.mul_(weights[part, None]), by_h.mul_(weights[part, None])
-            if for_down is not None:
-                for_down[expert] = product(by.t(), h.t())
-            by_u, by_g = a.mul_(by_h), silu_backward(by_h.mul_(u), g)
-            if for_gate is not None:
-                for_gate[expert] = product(by_g.t(), rows.t())
-            if for_up is not None:
-                for_up[expert] = product(by_u.t(), rows.t())
-            if for_x is not None:
-                total = product(by_g, gate[expert].t()).add_(product(by_u, up[expert].t()))
-                if tokens is None:
-                    for_x[part] = total
-                else:
-                    for_x.index_add_(0, tokens[part], total.to(for_x.dtype))
-        return None if for_x is None else for_x.to(x.dtype), for_gate, for_up, for_down, None, None, for_weights

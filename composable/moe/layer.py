@@ -124,7 +124,16 @@ class MoE(nn.Module):
         self.config = config
         self.layer = layer
         self.gate = Gate(dim, config)
-        self.experts = Experts(config.experts, dim, config.ffn, config.dispatcher, config.capacity.factor)
+        self.experts = Experts(
+            config.experts,
+            dim,
+            config.ffn,
+            config.dispatcher,
+            config.capacity.factor,
+            fused=config.fused,
+            bias=config.expert_bias,
+            limit=config.swiglu_limit,
+        )
         self.shared_experts = shared
         self.shared_expert_gate = nn.Linear(dim, 1, bias=False) if config.shared_gate else None
 

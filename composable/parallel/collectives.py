@@ -56,6 +56,25 @@ class _Sum(torch.autograd.Function):
         return stack_ranks(g, ctx.group), None
 
 
+class _SumEverywhere(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        out = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(out, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return _SumEverywhere.apply(g, ctx.group), None
+
+
+@torch.compiler.disable
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum x [...] over ranks, for each of them; backward likewise, as each rank goes on with the sum in its own way."""
+    return _SumEverywhere.apply(x, group)
+
+
 @torch.compiler.disable
 def gather_stacked(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather x [B, s, D] -> [ranks, B, s, D]; backward: reduce-scatter. For what treats each token alike."""

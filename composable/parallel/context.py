@@ -9,8 +9,10 @@
 `shard_sequence` gives a rank its tokens; the rest of the model works token by token and need not know.
 """
 
-from typing import get_args
+from typing import Any, get_args
 
+import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from composable.models.attention import Method
@@ -62,9 +64,21 @@ def context_method(kind: ContextKind, group: ProcessGroup) -> Method:
         ValueError: an unknown kind.
     """
     if kind == "all_gather":
-        return all_gather(group)
+        return _of_one_width(all_gather(group))
     if kind == "ring":
-        return ring(group)
+        return _of_one_width(ring(group))
     if kind == "ulysses":
-        return ulysses(group)
+        return _of_one_width(ulysses(group))
     raise ValueError(f"parallel.context={kind!r}: write one of {', '.join(get_args(ContextKind))}")
+
+
+def _of_one_width(method: Method) -> Method:
+    """For values narrower than queries and keys, as latent attention has them: they travel with zeros behind them."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, **form: Any) -> Tensor:
+        short = q.size(-1) - v.size(-1)
+        if short == 0:
+            return method.attend(q, k, v, mask, **form)
+        return method.attend(q, k, F.pad(v, (0, short)), mask, **form)[..., : v.size(-1)]
+
+    return Method(method.mask, attend, method.narrow)

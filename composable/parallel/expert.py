@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from composable.checkpoint.shards import local_box
 from composable.mesh import Mesh, MeshViews
 from composable.moe.config import MoEConfig
 from composable.moe.dispatch import ExpertRanks
@@ -26,7 +27,12 @@ from composable.parallel.collectives import gather_stacked, scatter_stacked, sta
 PLACES = {  # of the stacked weights on (ep, etp): experts, and their hidden width
     "gate_proj": (Shard(0), Shard(1)),
     "up_proj": (Shard(0), Shard(1)),
+    "gate_up_proj": (Shard(0), Shard(1)),
     "down_proj": (Shard(0), Shard(2)),
+    "gate_bias": (Shard(0), Shard(1)),
+    "up_bias": (Shard(0), Shard(1)),
+    "gate_up_bias": (Shard(0), Shard(1)),
+    "down_bias": (Shard(0), Shard(1)),  # of the output: added once, each rank its columns
 }
 
 
@@ -114,14 +120,25 @@ def expert_parallel(experts: Experts, mesh: DeviceMesh) -> None:
     wide = [name for name in ("ep", "etp") if mesh[name].size() > 1]
     if not wide:
         return
-    for name, (over_ep, over_etp) in PLACES.items():
-        whole = getattr(experts, name)
-        placements = [{"ep": over_ep, "etp": over_etp}[dim] for dim in wide]
+    for name, whole in list(experts.named_parameters(recurse=False)):
+        placements = [dict(zip(("ep", "etp"), PLACES[name], strict=True))[dim] for dim in wide]
         shard = distribute_tensor(whole.detach(), mesh[tuple(wide)], placements, src_data_rank=None)
         setattr(experts, name, nn.Parameter(shard, requires_grad=whole.requires_grad))
     if "etp" in wide:
+        if experts.bias:
+            _check_columns(experts.down_bias.size(1), mesh["etp"].size())
+            experts.first_column = local_box(experts.down_bias).offsets[1]
         forward = partial(_with_all_tokens, experts.forward, mesh.get_group("etp"))
         experts.forward = forward  # type: ignore[method-assign]
+
+
+def _check_columns(width: int, etp: int) -> None:
+    if width % etp:
+        near = min((n for n in range(1, width + 1) if width % n == 0), key=lambda n: abs(n - etp))
+        raise ValueError(
+            f"mesh.etp={etp} with model.dim={width} and model.moe.expert_bias: each rank adds as many columns of the "
+            f"bias, so etp divides dim; the nearest is mesh.etp={near}"
+        )
 
 
 @torch.compiler.disable
@@ -146,7 +163,7 @@ def _with_all_tokens(
 
 
 def shard_dimension(parameter: nn.Parameter, ranks: int) -> Shard:
-    """The dimension of stacked weights that data ranks cut: one that they divide, and if there is one, uncut so far.
+    """The dimension of stacks that data ranks cut: one that they divide, and if there is one, uncut so far.
 
     Of one that is not divided only the first can be cut.
     """
@@ -154,5 +171,5 @@ def shard_dimension(parameter: nn.Parameter, ranks: int) -> Shard:
     if isinstance(parameter, DTensor):
         local = parameter.to_local()  # type: ignore[assignment]
         taken = {p.dim for p in parameter.placements if isinstance(p, Shard)}
-    fitting = [dim for dim in (1, 2, 0) if local.size(dim) % ranks == 0]
+    fitting = [dim for dim in (1, 2, 0) if dim < local.ndim and local.size(dim) % ranks == 0]
     return Shard(min(fitting, key=lambda dim: dim in taken, default=0))

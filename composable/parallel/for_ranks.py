@@ -3,8 +3,8 @@
 Layers go to the stages of `pp` in equal numbers (later stages have one more where they do not divide), the embedding to
 the first, last norm and head to the last; a tied embedding is in both. Over `tp`: rows of q, k, v, gate and up (k and v
 whole where their heads do not divide), columns of o and down, rows of embedding and head (a last shard may be short);
-norms, routers, shared experts and the biases of o and down are whole on each. Of experts each rank of `tp` holds
-consecutive ones by `ep`, which divides tp; the tp / ep ranks of the same experts cut their hidden width.
+norms, routers, shared experts, what makes latents and the biases of o and down are whole on each. Of experts each rank
+of `tp` holds consecutive ones by `ep`, which divides tp; the tp / ep ranks of the same experts cut their hidden width.
 """
 
 import re
@@ -21,15 +21,25 @@ from composable.parallel.tensor import check_tensor
 EMBEDDING = "model.embed_tokens.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)", re.ASCII)
 _EXPERT = re.compile(
-    r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight", re.ASCII
+    r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.((?:gate|up|gate_up|down)_proj\.(?:weight|bias)|w[123]\.weight)",
+    re.ASCII,
 )
-_ROWS = re.compile(r"self_attn\.q_proj\.(weight|bias)|mlp\.(gate|up)_proj\.(weight|bias)")
+_EXPERT_COLUMNS = {"down_proj.weight": 1, "w2.weight": 1, "down_proj.bias": None}  # where the width is not the rows
+_STACKS = {  # of all experts -> the dimension of their width
+    "mlp.experts.gate_up_proj": 2,
+    "mlp.experts.gate_up_proj_bias": 1,
+    "mlp.experts.down_proj": 1,
+    "mlp.experts.down_proj_bias": None,
+}
+_ROWS = re.compile(r"self_attn\.((q_proj|q_b_proj|kv_b_proj)\.(weight|bias)|sinks)|mlp\.(gate|up)_proj\.(weight|bias)")
 _KEYS = re.compile(r"self_attn\.[kv]_proj\.(weight|bias)")
+_NORM = re.compile(r"self_attn\.([qk])_norm\.weight")
 _COLUMNS = re.compile(r"self_attn\.o_proj\.weight|mlp\.down_proj\.weight")
 _WHOLE = re.compile(
     r"(self_attn\.o_proj|mlp\.down_proj)\.bias"
     r"|\w+_layernorm\.weight|self_attn\.[qk]_norm\.weight|self_attn\.rotary_emb\.inv_freq"
-    r"|(mlp|block_sparse_moe)\.gate\.(weight|bias|e_score_correction_bias)"
+    r"|self_attn\.(q_a_proj|kv_a_proj_with_mqa)\.(weight|bias)|self_attn\.(q_a|kv_a)_layernorm\.weight"
+    r"|(mlp|block_sparse_moe)\.(gate|router)\.(weight|bias|e_score_correction_bias)"
     r"|mlp\.shared_expert(s|_gate)?\..+"
 )
 
@@ -127,17 +137,25 @@ def _boxes(name: str, shape: tuple[int, ...], config: DecoderConfig, layout: Lay
     match = _LAYER.fullmatch(name)
     if match and (expert := _EXPERT.fullmatch(match[2])) and config.moe is not None:
         group, etp = config.moe.experts // layout.ep, layout.tp // layout.ep
-        dim = 1 if expert[2] in ("down_proj", "w2") else 0
+        dim = _EXPERT_COLUMNS.get(expert[2], 0)
         for part in range(etp):
-            yield int(expert[1]) // group * etp + part, _cut(shape, dim, etp, part)
+            yield int(expert[1]) // group * etp + part, _cut(full_box(shape), dim, etp, part)
+        return
+    if match and match[2] in _STACKS and config.moe is not None:
+        etp = layout.tp // layout.ep
+        for rank in range(layout.tp):
+            experts = _cut(full_box(shape), 0, layout.ep, rank // etp)
+            yield rank, _cut(experts, _STACKS[match[2]], etp, rank % etp)
         return
     dim_or_none = _cut_dim(match[2], config, layout) if match else None if name == "model.norm.weight" else 0
     for rank in range(layout.tp):
-        yield rank, full_box(shape) if dim_or_none is None else _cut(shape, dim_or_none, layout.tp, rank)
+        yield rank, _cut(full_box(shape), dim_or_none, layout.tp, rank)
 
 
 def _cut_dim(name: str, config: DecoderConfig, layout: Layout) -> int | None:
     """The dimension along which a layer's weight is cut over `tp`."""
+    if config.qk_norm_wide and (norm := _NORM.fullmatch(name)):  # as what it norms
+        name = f"self_attn.{norm[1]}_proj.weight"
     if _ROWS.fullmatch(name):
         return 0
     if _KEYS.fullmatch(name):
@@ -149,5 +167,5 @@ def _cut_dim(name: str, config: DecoderConfig, layout: Layout) -> int | None:
     raise LookupError(name)
 
 
-def _cut(shape: tuple[int, ...], dim: int, parts: int, part: int) -> Box:
-    return full_box(shape).narrow(dim, *chunk(shape[dim], parts, part))
+def _cut(box: Box, dim: int | None, parts: int, part: int) -> Box:
+    return box if dim is None else box.narrow(dim, *chunk(box.sizes[dim], parts, part))

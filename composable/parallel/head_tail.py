@@ -50,6 +50,13 @@ def check_length(seq_len: int, cp: int) -> None:
         )
 
 
+def places(rank: int, cp: int, length: int) -> tuple[range, range]:
+    """Where in the row the `length` tokens of a rank are: its early chunk and its late one."""
+    half = length // 2
+    early, late = rank * half, (2 * cp - 1 - rank) * half
+    return range(early, early + half), range(late, late + half)
+
+
 def to_row(shards: Tensor, dim: int) -> Tensor:
     """Every rank's tokens [cp, ..., S / cp, ...] -> [..., S, ...] in the row's order; `dim`, that of S, is negative."""
     heads, tails = shards.chunk(2, dim)

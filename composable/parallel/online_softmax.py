@@ -25,6 +25,44 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Window:
+    """Tokens that each query sees, itself the last of them, where the places of queries and keys in the row are known.
+
+    Places are given as the runs that follow each other in memory.
+    """
+
+    size: int
+    rows: tuple[range, ...]
+    """of the queries this rank holds"""
+    columns: tuple[range, ...]
+    """of the keys at hand"""
+    device: torch.device
+
+    def hides(self, piece: Piece) -> bool:
+        """Whether no query of the piece sees a key of it."""
+        return _at(self.rows, piece.rows.start) - _at(self.columns, piece.columns.stop - 1) >= self.size
+
+    def mask(self, piece: Piece) -> Tensor | None:
+        """bool [1, 1, rows, columns], causal order too; None where the window is wider than the piece."""
+        if _at(self.rows, piece.rows.stop - 1) - _at(self.columns, piece.columns.start) < self.size:
+            return None
+        rows, columns = (
+            torch.cat([torch.arange(run.start, run.stop, device=self.device) for run in runs])[part]
+            for runs, part in ((self.rows, piece.rows), (self.columns, piece.columns))
+        )
+        before = rows[:, None] - columns  # how far back a key is
+        return ((before >= 0) & (before < self.size))[None, None]
+
+
+def _at(runs: tuple[range, ...], index: int) -> int:
+    for run in runs:
+        if index < len(run):
+            return run[index]
+        index -= len(run)
+    raise IndexError(index)
+
+
+@dataclass(frozen=True)
 class Partial:
     """Attention over the pieces seen so far; `add` changes it in place."""
 
@@ -34,10 +72,11 @@ class Partial:
     """[B, H, S]: log of the sum of exponentials; -inf where nothing was seen"""
 
     @classmethod
-    def empty(cls, q: Tensor) -> "Partial":
-        """For queries q [B, H, S, hd]."""
+    def empty(cls, q: Tensor, sinks: Tensor | None = None) -> "Partial":
+        """For queries q [B, H, S, hd]; every row has seen its head's sink [H], which has no value, if there are any."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        return cls(torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:-1], -torch.inf, dtype=wide))
+        lse = q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
+        return cls(torch.zeros_like(q, dtype=wide), lse if sinks is None else lse.copy_(sinks[:, None]))
 
     def add(self, q: Tensor, k: Tensor, v: Tensor, piece: Piece, mask: Tensor | None) -> None:
         """Merge a piece; the first that a row meets must hold a key it may see, as the diagonal does.
@@ -88,13 +127,17 @@ class Finished:
             total[:, :, where] += part
 
 
-def piece_mask(piece: Piece, queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
+def piece_mask(
+    piece: Piece, queries: Tensor | None, keys: Tensor | None, window: Window | None = None
+) -> Tensor | None:
     """Which keys of a piece may be seen, from the document of every query [B, S] and of every key [B, T].
 
     Returns:
-        bool [B, 1, rows, columns]; None without documents, where the piece says all.
+        bool [B or 1, 1, rows, columns]; None where the piece says all: without documents and within the window.
     """
+    near = None if window is None else window.mask(piece)
     if queries is None or keys is None:
-        return None
+        return near
     same = queries[:, None, piece.rows, None] == keys[:, None, None, piece.columns]
-    return same.tril_() if piece.causal else same
+    same = same.tril_() if piece.causal else same
+    return same if near is None else same & near

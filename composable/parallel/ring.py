@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, Work
 
-from composable.models.attention import Method
+from composable.models.attention import Method, sink_gradient
 from composable.parallel.collectives import stack_ranks
-from composable.parallel.online_softmax import Finished, Partial, Piece, piece_mask
+from composable.parallel.head_tail import places
+from composable.parallel.online_softmax import Finished, Partial, Piece, Window, piece_mask
 
 
 def ring(group: ProcessGroup) -> Method:
@@ -26,8 +27,10 @@ def ring(group: ProcessGroup) -> Method:
         return None if documents is None else stack_ranks(documents, group)  # [cp, B, S / cp]
 
     @torch.compiler.disable  # a graph cannot hold requests in flight
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        return _Ring.apply(q, k, v, mask, group)
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, window: int = 0, sinks: Tensor | None = None
+    ) -> Tensor:
+        return _Ring.apply(q, k, v, mask, sinks, window, group)
 
     return Method(mask, attend)
 
@@ -46,27 +49,38 @@ class _Ring(torch.autograd.Function):
     """The loop over the ring, forward and backward. Ranks send and receive in one and the same order."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        sinks: Tensor | None,
+        window: int,
+        group: ProcessGroup,
+    ) -> Tensor:
         rank, cp = group.rank(), group.size()
-        partial, pair = Partial.empty(q), torch.stack((k, v))
+        partial, pair = Partial.empty(q, sinks), torch.stack((k, v))
         works: list[Work] = []
         for step in range(cp):
             here, owner = pair, (rank - step) % cp
             if step < cp - 1:
                 pair, works = _pass_on(here, group)
             piece = meeting(rank, owner, q.size(2))
-            partial.add(q, here[0], here[1], piece, _mask(piece, documents, rank, owner))
+            near = _window(window, q, rank, owner, cp)
+            if near is None or not near.hides(piece):
+                partial.add(q, here[0], here[1], piece, _mask(piece, documents, rank, owner, near))
             _wait(works)
         out = partial.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, partial.lse, documents)
-        ctx.group = group
+        ctx.save_for_backward(q, k, v, out, partial.lse, documents, sinks)
+        ctx.window, ctx.group = window, group
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of keys and values travel one step behind them, and arrive at home after the last."""
-        q, k, v, out, lse, documents = ctx.saved_tensors
+        q, k, v, out, lse, documents, sinks = ctx.saved_tensors
         rank, cp = ctx.group.rank(), ctx.group.size()
         row, for_q = Finished(q, out, lse, grad.contiguous()), torch.zeros_like(q, dtype=lse.dtype)
         pair = torch.stack((k, v))
@@ -80,7 +94,9 @@ class _Ring(torch.autograd.Function):
             piece = meeting(rank, owner, q.size(2))
             for_pair = torch.zeros_like(travelling)
             to = for_q, for_pair[0], for_pair[1]
-            row.gradients(here[0], here[1], piece, _mask(piece, documents, rank, owner), to)
+            near = _window(ctx.window, q, rank, owner, cp)
+            if near is None or not near.hides(piece):
+                row.gradients(here[0], here[1], piece, _mask(piece, documents, rank, owner, near), to)
             _wait(travels)
             for_pair += travelling
             if cp > 1:
@@ -90,11 +106,18 @@ class _Ring(torch.autograd.Function):
             _wait(works)
         _wait(travels)
         for_k, for_v = travelling
-        return for_q.to(q.dtype), for_k.to(k.dtype), for_v.to(v.dtype), None, None
+        for_sinks = None if sinks is None else sink_gradient(sinks, grad, out, lse)
+        return for_q.to(q.dtype), for_k.to(k.dtype), for_v.to(v.dtype), None, for_sinks, None, None
 
 
-def _mask(piece: Piece, documents: Tensor | None, rank: int, owner: int) -> Tensor | None:
-    return None if documents is None else piece_mask(piece, documents[rank], documents[owner])
+def _window(size: int, q: Tensor, rank: int, owner: int, cp: int) -> Window | None:
+    length = q.size(2)
+    return Window(size, places(rank, cp, length), places(owner, cp, length), q.device) if size else None
+
+
+def _mask(piece: Piece, documents: Tensor | None, rank: int, owner: int, window: Window | None) -> Tensor | None:
+    queries, keys = (None, None) if documents is None else (documents[rank], documents[owner])
+    return piece_mask(piece, queries, keys, window)
 
 
 def _pass_on(x: Tensor, group: ProcessGroup) -> tuple[Tensor, list[Work]]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from composable.models.config import DecoderConfig
-from composable.models.count import block_matrices
+from composable.models.count import attention_flops, block_matrices
 
 V_SCHEDULES = frozenset({"ZBVZeroBubble", "DualPipeV"})
 """schedules that go down the ranks and up again, so that rank 0 holds the first stage and the last"""
@@ -52,8 +52,9 @@ def costs(config: DecoderConfig, seq_len: int) -> Costs:
     Args:
         seq_len: tokens that a token attends to, as if attention were not causal.
     """
-    attention = 12 * config.heads * config.head_dim * seq_len
-    blocks = tuple(6 * block_matrices(config, layer) + attention for layer in range(config.layers))
+    blocks = tuple(
+        6 * block_matrices(config, layer) + attention_flops(config, seq_len, layer) for layer in range(config.layers)
+    )
     head = 6 * config.vocab_size * config.dim + 6 * config.vocab_size
     return Costs(2 * config.dim, blocks, head)
 

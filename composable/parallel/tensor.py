@@ -7,6 +7,7 @@ sequence [B, S / tp, D]. What all ranks hold whole (norms, the biases of row-par
 gets a gradient of the rank's own tokens or heads on each, so that the sum over ranks is to be made once a step.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -20,10 +21,17 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from composable.linear import linear
+from composable.models.attention import Attention
 from composable.models.config import DecoderConfig
 from composable.models.decoder import Decoder
 from composable.optim.local import local
-from composable.parallel.collectives import gather_sequence, gather_stacked, scatter_sequence, scatter_stacked
+from composable.parallel.collectives import (
+    gather_sequence,
+    gather_stacked,
+    scatter_sequence,
+    scatter_stacked,
+    sum_over_ranks,
+)
 from composable.parallel.vocabulary import cross_entropy_sum_of_shards, look_up, rows_per_rank, whole_logits
 
 Forward = Callable[..., Tensor]
@@ -76,12 +84,24 @@ def tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     column = Local(_column, weight=Shard(0), bias=Shard(0))
     keys = column if config.kv_heads % ranks == 0 else Local(partial(_shared_heads, config, mesh))
     attention: dict[str, ParallelStyle] = {
-        "self_attn": Local(partial(_before, ordered["gather"])),
+        "self_attn": Local(partial(_attention, ordered["gather"]), sinks=Shard(0)),
         "self_attn.q_proj": column,
         "self_attn.k_proj": keys,
         "self_attn.v_proj": keys,
         "self_attn.o_proj": Local(partial(_row, ordered["scatter"]), weight=Shard(1)),
     }
+    if config.qk_norm_wide:
+        norm = Local(partial(_wide_norm, group), weight=Shard(0))
+        shared = config.kv_heads % ranks != 0
+        attention["self_attn.q_norm"] = norm
+        attention["self_attn.k_norm"] = Local(partial(_norm_of_shared_heads, config, mesh)) if shared else norm
+    if config.latent is not None:  # latents are narrow: a rank makes those of its own tokens, and they are gathered
+        attention = {
+            "self_attn.sequence": Local(partial(_gather_parts, ordered["gather"])),
+            f"self_attn.{'q_b_proj' if config.latent.q_rank else 'q_proj'}": column,
+            "self_attn.kv_b_proj": column,
+            "self_attn.o_proj": attention["self_attn.o_proj"],
+        }
     dense: dict[str, ParallelStyle] = {
         "mlp": Local(partial(_before, stacked["gather"])),
         "mlp.gate_proj": column,
@@ -202,27 +222,84 @@ def _row(scatter: Forward, module: nn.Linear) -> Forward:
 
 def _shared_heads(config: DecoderConfig, mesh: DeviceMesh, module: nn.Linear) -> Forward:
     """Keys or values of the heads that this rank's query heads need, from a weight that every rank holds whole."""
-    queries, share = config.heads // mesh.size(), config.heads // config.kv_heads
-    start = mesh.get_local_rank() * queries
-    needed = [head // share for head in range(start, start + queries)]  # of each query head
-    first, count = needed[0], needed[-1] - needed[0] + 1
+    given = _given_heads(config, mesh.size(), mesh.get_local_rank())
+    first, count = given[0], given[-1] - given[0] + 1
     rows = slice(first * config.head_dim, (first + count) * config.head_dim)
-    even = queries % count == 0 and needed == [first + i // (queries // count) for i in range(queries)]
 
     def forward(x: Tensor) -> Tensor:
         out = linear(x, module.weight[rows], None if module.bias is None else module.bias[rows])
-        if even:
+        if len(given) == count:
             return out
         heads = out.unflatten(-1, (count, config.head_dim)).unbind(-2)
-        return torch.cat([heads[head - first] for head in needed], dim=-1)
+        return torch.cat([heads[head - first] for head in given], dim=-1)
 
     return forward
+
+
+def _given_heads(config: DecoderConfig, ranks: int, rank: int) -> list[int]:
+    """Key/value heads as a rank's attention is given them: each once where they serve equally many of its query heads
+    in turn, else one for each query head."""
+    queries, share = config.heads // ranks, config.heads // config.kv_heads
+    needed = [head // share for head in range(rank * queries, (rank + 1) * queries)]  # of each query head
+    once = sorted(set(needed))
+    even = queries % len(once) == 0 and needed == [once[i // (queries // len(once))] for i in range(queries)]
+    return once if even else needed
+
+
+def _wide_norm(group: dist.ProcessGroup, module: nn.RMSNorm) -> Forward:
+    """RMSNorm over the heads of all ranks."""
+    width = module.weight.size(0)
+    return lambda x: _norm_by(x, _squares(x), width, _local(module.weight), module.eps, group)
+
+
+def _norm_of_shared_heads(config: DecoderConfig, mesh: DeviceMesh, module: nn.RMSNorm) -> Forward:
+    """RMSNorm over key heads of which several ranks have the same, by a weight that every rank holds whole."""
+    given = [_given_heads(config, mesh.size(), rank) for rank in range(mesh.size())]
+    copies = Counter(head for heads in given for head in heads)
+    mine = given[mesh.get_local_rank()]
+    heads = torch.tensor(mine, device=mesh.device_type)
+    share = torch.tensor([1 / copies[head] for head in mine], dtype=torch.float64, device=mesh.device_type)
+    group, cut = mesh.get_group(), (-1, config.head_dim)
+
+    def forward(x: Tensor) -> Tensor:
+        squares = _squares(x.unflatten(-1, cut))[..., 0]  # [B, S, heads]
+        total = (squares * share.to(squares.dtype)).sum(-1, keepdim=True)  # each head counts once
+        weight = module.weight.unflatten(0, cut).index_select(0, heads).flatten()
+        return _norm_by(x, total, config.kv_heads * config.head_dim, weight, module.eps, group)
+
+    return forward
+
+
+def _squares(x: Tensor) -> Tensor:
+    """Sum over the last dimension, kept, in float32 or wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)).square().sum(-1, keepdim=True)
+
+
+def _norm_by(
+    x: Tensor, squares: Tensor, width: int, weight: Tensor, eps: float | None, group: dist.ProcessGroup
+) -> Tensor:
+    """RMSNorm of `width` elements, of which x [..., w] are this rank's and `squares` [..., 1] is what they add."""
+    assert eps is not None
+    scale = (sum_over_ranks(squares, group) / width + eps).rsqrt()
+    return (x * scale * weight).to(x.dtype)
 
 
 def _before(gather: Forward, module: nn.Module) -> Forward:
     """The module sees the sequence of all ranks."""
     whole = module.forward
     return lambda x, *rest: whole(gather(x), *rest)
+
+
+def _attention(gather: Forward, module: Attention) -> Forward:
+    """As `_before`, with the sinks of this rank's heads."""
+    if getattr(module, "sinks", None) is not None:
+        module.sink_logits = lambda: _local(module.sinks)  # type: ignore[method-assign,arg-type]
+    return _before(gather, module)
+
+
+def _gather_parts(gather: Forward, module: nn.Module) -> Forward:
+    """Tensors [B, s, any width] of this rank's tokens -> those of all tokens, by one collective."""
+    return lambda *parts: gather(torch.cat(parts, dim=-1)).split([part.size(-1) for part in parts], dim=-1)
 
 
 def _after(gather: Forward, module: nn.Module) -> Forward:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from composable.models import attention
-from composable.models.attention import Method
+from composable.models.attention import Banded, Method
 from composable.parallel.collectives import stack_ranks
 from composable.parallel.head_tail import from_row, to_row
 
@@ -28,7 +28,15 @@ def ulysses(group: ProcessGroup) -> Method:
         return None if documents is None else attention.document_mask(to_row(stack_ranks(documents, group), -1))
 
     @torch.compiler.disable  # a collective in the backward pass
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | Banded | None,
+        *,
+        window: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         repeats = math.lcm(k.size(1), cp) // k.size(1)
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
@@ -36,10 +44,14 @@ def ulysses(group: ProcessGroup) -> Method:
         heads = [x.size(2) for x in mine]
         shards = _Exchange.apply(torch.cat(mine, dim=2).transpose(0, 1), group)
         q, k, v = to_row(shards, -2).split(heads, dim=1)  # [B, H / cp, S, hd]
-        out = attention.attend(q, k, v, mask)
+        own = None if sinks is None else sinks.view(cp, -1)[group.rank()]  # of the heads that came here
+        out = attention.attend(q, k, v, mask, window=window, sinks=own)
         return _Exchange.apply(from_row(out, cp, -2), group).transpose(0, 1).flatten(1, 2)
 
-    return Method(mask, attend)
+    def narrow(mask: Tensor | None, window: int, positions: Tensor) -> Tensor | Banded | None:
+        return attention.window_mask(mask, window, cp * positions.size(-1), positions.device)
+
+    return Method(mask, attend, narrow)
 
 
 class _Exchange(torch.autograd.Function):

@@ -85,7 +85,7 @@ def test_a_newer_field_and_an_unknown_family_are_refused_by_name():
     text = to_hugging_face(ODD["dense"])
     with pytest.raises(ValueError, match="composable has sparkle, of which this version's DecoderConfig knows nothing"):
         from_hugging_face(text | {"composable": {**text["composable"], "sparkle": 1}})
-    with pytest.raises(ValueError, match="'gpt2' is not supported; supported are llama, qwen2, qwen3"):
+    with pytest.raises(ValueError, match=r"'gpt2' is not supported; supported are llama, .*, composable"):
         from_hugging_face({"model_type": "gpt2"})
 
 
@@ -93,10 +93,8 @@ def test_a_newer_field_and_an_unknown_family_are_refused_by_name():
     ("name", "there", "words"),
     [
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported is 'silu'"),
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]: the dense layers must be the lowest"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported; supported is 1"),
-        ("mixtral", {"sliding_window": 4096}, "sliding_window=4096 is not supported; supported is None"),
     ],
 )
 def test_a_model_of_a_family_that_computes_otherwise_is_refused(name, there, words):

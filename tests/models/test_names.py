@@ -14,7 +14,7 @@ from composable.checkpoint import Piece, load, save
 from composable.models.config import DecoderConfig
 from composable.models.decoder import Decoder
 from composable.models.names import in_file
-from composable.moe.config import MoEConfig, deepseek_v3, mixtral, qwen3_moe
+from composable.moe.config import MoEConfig, deepseek_v3, gpt_oss, mixtral, qwen3_moe
 from composable.optim.optimizers import OptimizerConfig, build_optimizer, optimizer_tensors
 
 SIZES = dict(vocab_size=16, dim=8, layers=2, heads=2, kv_heads=1, head_dim=4, ffn=12)
@@ -23,6 +23,9 @@ CONFIGS = {
     "qwen3_moe": DecoderConfig(**SIZES, qk_norm=True, moe=replace(qwen3_moe(4, 2, 6), first_dense=1)),
     "qwen2_moe": DecoderConfig(**SIZES, qkv_bias=True, moe=MoEConfig(4, 2, 6, 10, shared_gate=True, normalise=False)),
     "own": DecoderConfig(**SIZES, moe=deepseek_v3(4, 2, 6, 10, 2, 1, first_dense=1)),
+    "gpt_oss": DecoderConfig(**SIZES, qkv_bias=True, output_bias=True, sinks=True, moe=gpt_oss(4, 2, 12)),
+    "own fused": DecoderConfig(**SIZES, moe=replace(gpt_oss(4, 2, 12), first_dense=1)),
+    "own biased": DecoderConfig(**SIZES, moe=replace(gpt_oss(4, 2, 12), fused=False)),
 }
 EXPERT = {  # what layer 1's feed-forward is called in the file; of the experts, number 3
     "mixtral": {
@@ -101,7 +104,7 @@ def load_placed(folder, name, layout):
     ]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", EXPERT)
 def test_each_expert_has_its_familys_name_in_a_file_that_any_reader_opens(name, tmp_path):
     weights, state = tensors_of(name)
     save(tmp_path, in_file(weights, CONFIGS[name]), in_file(state, CONFIGS[name]), {})
@@ -137,10 +140,37 @@ def test_experts_in_any_shards_make_one_file_and_are_filled_from_it(ranks, tmp_p
         assert ranks(loaded_on, load_placed, tmp_path / "c", "mixtral", LAYOUTS[loaded_on]) == [[]] * loaded_on
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "own"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "own", "gpt_oss", "own fused", "own biased"])
 def test_every_family_comes_back_on_another_layout(ranks, tmp_path, name):
     ranks(4, save_placed, tmp_path / "c", name, LAYOUTS[4])
     assert ranks(2, load_placed, tmp_path / "c", name, LAYOUTS[2]) == [[]] * 2
+
+
+def test_stacks_that_a_family_has_in_its_files_are_transposed_there_and_one_file_on_any_layout(ranks, tmp_path):
+    config = CONFIGS["gpt_oss"]
+    weights, state = tensors_of("gpt_oss")
+    save(tmp_path / "one", in_file(weights, config), in_file(state, config), {})
+    file = load_file(tmp_path / "one/model.safetensors")
+    moments = load_file(tmp_path / "one/optimizer/optimizer.safetensors")
+    for part, dims in (("gate_up", (4, 8, 24)), ("down", (4, 12, 8))):
+        stack = theirs = f"model.layers.1.mlp.experts.{part}_proj"
+        assert file[theirs].shape == dims
+        assert torch.equal(file[theirs], weights[stack].mT)
+        assert torch.equal(file[f"{theirs}_bias"], weights[stack.replace("_proj", "_bias")])
+        assert torch.equal(moments[f"{theirs}.exp_avg"], state[f"{stack}.exp_avg"].mT)
+        assert moments[f"{theirs}.step"] == moments[f"{theirs}_bias.step"] == 1
+    assert torch.equal(file["model.layers.1.mlp.router.bias"], weights["model.layers.1.mlp.gate.bias"])
+    for size in (3, 4):
+        ranks(size, save_placed, tmp_path / str(size), "gpt_oss", LAYOUTS[size])
+        for name in ("model.safetensors", "optimizer/optimizer.safetensors"):
+            assert (tmp_path / str(size) / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+
+
+def test_experts_with_biases_that_no_family_has_lie_one_by_one_under_our_own_names():
+    fused, biased = (set(in_file(tensors_of(name)[0], CONFIGS[name])) for name in ("own fused", "own biased"))
+    expert = "model.layers.1.mlp.experts.3"
+    assert {f"{expert}.{part}_proj.{kind}" for part in ("gate_up", "down") for kind in ("weight", "bias")} <= fused
+    assert {f"{expert}.{part}_proj.{kind}" for part in ("gate", "up", "down") for kind in ("weight", "bias")} <= biased
 
 
 def test_a_dense_model_and_a_module_of_another_make_keep_their_names():

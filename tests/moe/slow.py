@@ -46,6 +46,24 @@ def executed(chosen, logits, config, index, mask, bias):
     return out
 
 
+def expert(experts, e, token):
+    """One expert of one token [D], by the attributes of `Experts` alone."""
+    if experts.fused:
+        gate, up = experts.gate_up_proj[e][0::2] @ token, experts.gate_up_proj[e][1::2] @ token
+        if experts.bias:
+            gate, up = gate + experts.gate_up_bias[e][0::2], up + experts.gate_up_bias[e][1::2]
+    else:
+        gate, up = experts.gate_proj[e] @ token, experts.up_proj[e] @ token
+        if experts.bias:
+            gate, up = gate + experts.gate_bias[e], up + experts.up_bias[e]
+    if experts.limit:
+        gate, up = gate.clamp(max=experts.limit), up.clamp(min=-experts.limit, max=experts.limit)
+        out = experts.down_proj[e] @ ((up + 1) * gate * torch.sigmoid(1.702 * gate))
+    else:
+        out = experts.down_proj[e] @ (F.silu(gate) * up)
+    return out + experts.down_bias[e] if experts.bias else out
+
+
 def layer(moe, x, mask=None):
     """The layer by a loop over tokens and their experts, without capacity; x [B, S, D]."""
     config = moe.config
@@ -63,8 +81,7 @@ def layer(moe, x, mask=None):
             values = values / values.sum()
         total = torch.zeros_like(token)
         for e, weight in zip(ids, values * config.scale, strict=True):
-            hidden = F.silu(moe.experts.gate_proj[e] @ token) * (moe.experts.up_proj[e] @ token)
-            total = total + weight * (moe.experts.down_proj[e] @ hidden)
+            total = total + weight * expert(moe.experts, e, token)
         if moe.shared_experts is not None:
             shared = moe.shared_experts(token)
             if moe.shared_expert_gate is not None:

@@ -68,7 +68,7 @@ def test_what_fits_is_left_alone():
         routing = limit(chosen, logits, config, index=index)
         assert torch.equal(routing.ids, chosen.ids)
         assert torch.equal(routing.weights, chosen.weights)
-    config = config_of(4, 2, 0.0, "next")
+    config = config_of(4, 2, 0.0, "drop_weight")
     assert limit(chosen, logits, config) is chosen
 
 

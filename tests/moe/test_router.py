@@ -161,6 +161,7 @@ def test_jitter_stays_near_one_and_off_without_a_draw():
         (lambda: MoEConfig(8, 2, groups=2, exploration=Exploration(expert_dropout=0.1)), "moe.groups 1"),
         (lambda: Balance(switch=-1), "moe.balance.switch"),
         (lambda: Capacity(-1), "dropless"),
+        (lambda: Capacity(overflow="next"), "without a capacity: experts take every token"),
         (lambda: Exploration(jitter=1), "below 1"),
         (lambda: Exploration(temperature=0), "positive"),
         (lambda: Exploration(temperature=2.0), "temperature_steps=0: it would never be used"),
