@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     args = tyro.cli(Args, args=arguments, description=__doc__)
     try:
-        chunk, target = chunk_bytes(parse_size(args.memory)), check_target(args.dst)
+        chunk, target = chunk_bytes(parse_size(args.memory)), check_target(args.dst, *args.sources)
         if len(args.sources) < 2:
             raise ValueError(f"{len(args.sources)} checkpoints; an average is of two or more")
         folders = [as_folder(source) for source in args.sources]

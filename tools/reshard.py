@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     args = tyro.cli(Args, args=arguments, description=__doc__)
     try:
-        chunk, target = chunk_bytes(parse_size(args.memory)), check_target(args.dst)
+        chunk, target = chunk_bytes(parse_size(args.memory)), check_target(args.dst, args.src)
         plan = planned(args)
         if args.plan:
             print("\n".join(plan_lines(plan, args)))

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from composable.checkpoint import folder as folders
+from composable.checkpoint.remote import is_url
 
 
-def check_target(target: str) -> Path:
-    """The folder that `target` names.
+def check_target(target: str, *sources: str) -> Path:
+    """The folder that `target` names, to be made of what lies in `sources`.
 
     Raises:
-        ValueError: a URL, where nothing is renamed.
+        ValueError: a URL, where nothing is renamed; a folder in a source.
         FileExistsError: there is something under the name that is not an empty folder.
     """
     if "://" in target:
@@ -24,6 +25,9 @@ def check_target(target: str) -> Path:
     path = Path(target)
     if path.is_symlink() or (path.exists() and (not path.is_dir() or any(path.iterdir()))):
         raise FileExistsError(f"{target} exists and is no empty folder; choose another name, or delete it")
+    for source in sources:
+        if not is_url(source) and path.resolve().is_relative_to(Path(source.removeprefix("file://")).resolve()):
+            raise ValueError(f"{target} lies in {source}, which is read; write to a folder beside it")
     return path
 
 

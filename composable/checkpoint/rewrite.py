@@ -22,14 +22,26 @@ from composable.checkpoint.listing import Listing, list_folder
 from composable.checkpoint.owners import check_cover
 from composable.checkpoint.plan import SectionPlan, Table, Writer, merge_specs, plan_sections
 from composable.checkpoint.region import read_region
-from composable.checkpoint.remote import Folder
+from composable.checkpoint.remote import Folder, RemotePath
 from composable.checkpoint.save import finish
 from composable.checkpoint.shards import Box, Piece, chunk_boxes, full_box
 from composable.checkpoint.storage import naming, opened, write_all
 from composable.checkpoint.transfer import raw, run_all, write_box
 
 MAX_SMALL = 64 << 20  # bytes: what is larger beside the tensors of a plain folder is no configuration or tokenizer
-OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+OTHER_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".distcp",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".index.json",
+)
 STATE = "train_state.json"
 
 
@@ -142,11 +154,13 @@ def small_files(source: Folder, manifest: folders.Manifest | None) -> dict[str, 
         )
     content: dict[str, bytes] = {}
     for name in names:
-        data = (source / name).read_bytes()
+        path = source / name
+        if not manifest and (path.size() if isinstance(path, RemotePath) else path.stat().st_size) > MAX_SMALL:
+            continue
+        data = path.read_bytes()
         if manifest and xxhash.xxh3_64_hexdigest(data) != manifest.files[name][1]:
-            raise ValueError(f"{source / name} was changed since it was saved: its checksum does not match")
-        if manifest or len(data) <= MAX_SMALL:
-            content[name] = data
+            raise ValueError(f"{path} was changed since it was saved: its checksum does not match")
+        content[name] = data
     return content
 
 
@@ -166,10 +180,10 @@ def rewrite(plan: Rewrite, target: Path, chunk: int, advance: Callable[[int], ob
         for output in plan.outputs:
             tensors = plan.listing.tensors[output.section]
             given = plan.listing.manifest.checksums.get(output.section, {}) if plan.listing.manifest else {}
-            units = [unit for name in tensors for unit in _units(plan.source, tensors[name], given.get(name), chunk)]
+            units = [unit for name in tensors for unit in units_of(plan.source, tensors[name], given.get(name), chunk)]
 
             def values(unit: Unit, tensors: Mapping[str, Stored] = tensors) -> Iterator[tuple[Box, Tensor]]:
-                return _checked(plan.source, tensors[unit.name], unit, chunk)
+                return checked(plan.source, tensors[unit.name], unit, chunk)
 
             written = write_units(draft / output.folder, output.files, units, values, advance)
             checksums += [(output.section, *entry) for entry in written]
@@ -193,14 +207,26 @@ def write_units(
     `values` gives those of a unit, box by box; each goes to every entry of its tensor's name that has a part of it.
     """
     base.mkdir(exist_ok=True)
-    entries: dict[str, list[tuple[Path, Place]]] = {}
     for file in files:
         path = base / file.name
         with naming(path), opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as new:
             os.ftruncate(new.handle, file.size)
             write_all(new, memoryview(file.header), 0)
+    return fill_files(base, files, units, values, advance)
+
+
+def fill_files(
+    base: Path,
+    files: Sequence[FilePlan],
+    units: Iterable[Unit],
+    values: Callable[[Unit], Iterator[tuple[Box, Tensor]]],
+    advance: Callable[[int], object],
+) -> list[tuple[str, Box, str]]:
+    """As `write_units`, into files that are there at their full size."""
+    entries: dict[str, list[tuple[Path, Place]]] = {}
+    for file in files:
         for place in file.places:
-            entries.setdefault(place.name, []).append((path, place))
+            entries.setdefault(place.name, []).append((base / file.name, place))
     written: list[tuple[str, Box, str]] = []
 
     def write(unit: Unit) -> None:
@@ -211,7 +237,9 @@ def write_units(
                     piece = Piece(data[common.slices(box.offsets)], place.spec.shape, inner)
                     with naming(path), opened(path, os.O_WRONLY) as file:
                         written.append((unit.name, common, write_box(file, place, piece, inner)))
+                    del piece
             advance(data.nbytes)
+            del data  # before the next is read
 
     def sync(path: Path) -> None:
         with naming(path), opened(path, os.O_WRONLY) as file:
@@ -223,8 +251,8 @@ def write_units(
     return written
 
 
-def _units(source: Folder, tensor: Stored, checksums: Sequence[tuple[Box, str]] | None, chunk: int) -> Iterator[Unit]:
-    """A tensor in the boxes that have checksums, or else in chunks of its places."""
+def units_of(source: Folder, tensor: Stored, checksums: Sequence[tuple[Box, str]] | None, chunk: int) -> Iterator[Unit]:
+    """A tensor in the boxes that have checksums, or else in chunks of its places; ValueError where some have none."""
     name = tensor.spec.name
     if checksums is None:
         for place in tensor.places:
@@ -239,7 +267,7 @@ def _units(source: Folder, tensor: Stored, checksums: Sequence[tuple[Box, str]] 
         yield Unit(name, box, digest)
 
 
-def _checked(source: Folder, tensor: Stored, unit: Unit, chunk: int) -> Iterator[tuple[Box, Tensor]]:
+def checked(source: Folder, tensor: Stored, unit: Unit, chunk: int) -> Iterator[tuple[Box, Tensor]]:
     """A unit's values in chunks; ValueError at their end if they are not those that were saved."""
     digest = xxhash.xxh3_64()
     for box in chunk_boxes(unit.box, tensor.spec.dtype.itemsize, chunk):
@@ -247,6 +275,7 @@ def _checked(source: Folder, tensor: Stored, unit: Unit, chunk: int) -> Iterator
         if unit.digest:
             digest.update(raw(data).view(-1).view(torch.uint8).numpy().data)
         yield box, data
+        del data
     if unit.digest and digest.hexdigest() != unit.digest:
         files = ", ".join(sorted({p.file for p in tensor.places if p.box.overlap(unit.box).numel}))
         raise ValueError(
