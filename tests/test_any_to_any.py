@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from composable.data.loader import DataConfig
-from composable.data.tokens import TokenWriter
+from composable.data.token_writer import TokenWriter
 from composable.mesh import Mesh
 from composable.models.config import DecoderConfig
 from composable.moe.config import Balance, MoEConfig

@@ -21,7 +21,7 @@ import torch
 from composable.checkpoint.folder import is_complete, latest, steps
 from composable.checkpoint.listing import list_folder
 from composable.checkpoint.load import load
-from composable.data.tokens import TokenWriter
+from composable.data.token_writer import TokenWriter
 from composable.observe.metrics import read_metrics
 from composable.recipe import command_line, recipe_of
 

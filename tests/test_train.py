@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from composable.checkpoint.folder import is_complete, latest
 from composable.checkpoint.load import load
 from composable.data.loader import DataConfig
-from composable.data.tokens import TokenWriter
+from composable.data.token_writer import TokenWriter
 from composable.mesh import Mesh
 from composable.models.config import DecoderConfig
 from composable.models.decoder import Decoder

@@ -37,7 +37,7 @@ from composable.data.conversations import conversation_of
 from composable.data.documents import RECORD_SUFFIXES, Document, other_files, read_documents, source_files
 from composable.data.encode import Encoded, How, Report, document_encoder, encode_batch
 from composable.data.text import load_tokenizer
-from composable.data.tokens import TokenWriter
+from composable.data.token_writer import TokenWriter
 
 BATCH_BYTES = 1 << 20  # text that goes to a worker at once: enough to hide the cost of sending it
 SHOWN = 5  # files that a plan shows; it counts all

@@ -16,34 +16,30 @@ and this metadata, all of it strings, as the format demands:
 * `vocab_size`, and `eos` and `bos`: token ids, or "" where there is none;
 * `tokenizer`: the name of what made the ids; `source`: what they were made from.
 
-Files are written by `tools/prepare_data.py`, or with `TokenWriter`, and mapped into memory by `open_tokens`: opening
-one costs no reading of tokens, and all processes of a machine share its pages.
+Files are written by `tools/prepare_data.py`, or with `token_writer.TokenWriter`, and mapped into memory by
+`open_tokens`: opening one costs no reading of tokens, and all processes of a machine share its pages.
 """
 
-import contextlib
 import json
 import os
 import struct
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any
 
 import numpy as np
 import xxhash
 
-from composable.data.answers import cut, ranges_of
+from composable.data.answers import cut
 
 FORMAT = "composable.tokens"
 VERSION = 2
 PYTHON_STDLIB = "python-stdlib"
 
-_DTYPES: dict[str, np.dtype[Any]] = {"U8": np.dtype("u1"), "U16": np.dtype("<u2"), "U32": np.dtype("<u4")}
+DTYPES: dict[str, np.dtype[Any]] = {"U8": np.dtype("u1"), "U16": np.dtype("<u2"), "U32": np.dtype("<u4")}
+"""of tokens, by the name that safetensors gives them"""
 _BORDERS: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8")}
-_MAX_HEADER = 1 << 20  # ours is below one KiB but for a long source; a foreign file's first 8 bytes are any number
-_WRITE_BUFFER = 1 << 20
+MAX_HEADER = 1 << 20  # ours is below one KiB but for a long source; a foreign file's first 8 bytes are any number
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +184,7 @@ def open_tokens(path: str | os.PathLike[str]) -> Tokens:
     if version not in ("1", str(VERSION)):
         raise _bad(path, f"it is of format version {version}, and this release reads versions 1 to {VERSION}")
     try:
-        tokens = _map(path, data_start, header["tokens"], _DTYPES)
+        tokens = _map(path, data_start, header["tokens"], DTYPES)
         offsets = _map(path, data_start, header["offsets"], _BORDERS)
         answers = _map(path, data_start, header["answers"], _BORDERS) if version == "2" else None
         vocab_size, eos, bos = int(metadata["vocab_size"]), _optional(metadata["eos"]), _optional(metadata["bos"])
@@ -225,7 +221,7 @@ def _read_header(path: str) -> tuple[dict[str, Any], int]:
     with open(path, "rb") as file:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= _MAX_HEADER:
+        if not 2 <= length <= MAX_HEADER:
             raise _bad(path, "it is not a safetensors file")
         text = file.read(length)
     if len(text) < length:
@@ -252,128 +248,3 @@ def _map(path: str, data_start: int, entry: dict[str, Any], dtypes: dict[str, np
         return np.empty(0, dtype)  # nothing to map: the system refuses an empty range
     # A plain view: slicing a memmap object itself is several times slower.
     return np.asarray(np.memmap(path, dtype, mode="r", offset=data_start + begin, shape=(count,)))
-
-
-class TokenWriter:
-    """Writes a token file document by document; use it in a `with` block.
-
-    Tokens go to a temporary file beside `path`, which takes its name only when the block ends without an error: the
-    file is complete or absent. Only borders are held in memory: 8 bytes a document, 16 an answer. An existing file is
-    replaced. With `answers`, each document says which of its tokens have a loss; without, all have.
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        vocab_size: int,
-        *,
-        eos: int | None = None,
-        bos: int | None = None,
-        tokenizer: str = "",
-        source: str = "",
-        answers: bool = False,
-    ):
-        if not 1 <= vocab_size <= 1 << 32:
-            raise ValueError(f"vocab_size must be from 1 to {1 << 32}; got {vocab_size}")
-        for name, token in (("eos", eos), ("bos", bos)):
-            if token is not None and not 0 <= token < vocab_size:
-                raise ValueError(f"{name} must be below vocab_size {vocab_size} and not negative; got {token}")
-        self.path = Path(path)
-        self.vocab_size = vocab_size
-        self._code = "U8" if vocab_size <= 1 << 8 else "U16" if vocab_size <= 1 << 16 else "U32"
-        self._metadata = {
-            "format": FORMAT,
-            "version": "2" if answers else "1",
-            "vocab_size": str(vocab_size),
-            "eos": "" if eos is None else str(eos),
-            "bos": "" if bos is None else str(bos),
-            "tokenizer": tokenizer,
-            "source": source,
-        }
-        # The header comes first in the file and its numbers are known last: room is kept for the largest they can be.
-        self._offsets = array("q", [0])
-        self._answers = array("q") if answers else None
-        room = len(self._header(1 << 62, 1 << 62, 1 << 62))
-        self._room = room + -room % 8
-        if self._room > _MAX_HEADER:
-            raise ValueError(f"tokenizer and source must be shorter than {_MAX_HEADER} bytes together; shorten source")
-        self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        self._file: BinaryIO | None = None
-
-    def _header(self, tokens: int, documents: int, borders: int) -> bytes:
-        middle = tokens * _DTYPES[self._code].itemsize
-        end = middle + 8 * (documents + 1)
-        header = {
-            "__metadata__": self._metadata,
-            "tokens": {"dtype": self._code, "shape": [tokens], "data_offsets": [0, middle]},
-            "offsets": {"dtype": "I64", "shape": [documents + 1], "data_offsets": [middle, end]},
-        }
-        if self._answers is not None:
-            header["answers"] = {"dtype": "I64", "shape": [borders], "data_offsets": [end, end + 8 * borders]}
-        return json.dumps(header, separators=(",", ":")).encode()
-
-    def __enter__(self) -> Self:
-        self._file = open(self._temporary, "wb", buffering=_WRITE_BUFFER)
-        self._file.write(bytes(8 + self._room))
-        return self
-
-    def add(self, tokens: np.ndarray, counted: np.ndarray | None = None) -> None:
-        """Append one document: [n] integer ids below vocab_size. One without tokens adds no document.
-
-        `counted` [n] bool: which of them have a loss, in a file with answers.
-        """
-        if self._file is None:
-            raise RuntimeError("TokenWriter.add works inside of a `with TokenWriter(...) as writer:` block")
-        if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "ui"):
-            raise ValueError(f"a document is a vector of integers; got {tokens.dtype} of shape {tokens.shape}")
-        if (counted is None) != (self._answers is None):
-            raise ValueError("`counted` is given with each document of a TokenWriter(answers=True), and only there")
-        if counted is not None and (counted.dtype != bool or counted.shape != tokens.shape):
-            raise ValueError(f"counted is one bool a token, {tokens.shape}; got {counted.dtype} of {counted.shape}")
-        if len(tokens) == 0:
-            return
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self.vocab_size:
-            wrong = low if low < 0 else high
-            raise ValueError(f"token id {wrong} is outside of the vocabulary of {self.vocab_size} tokens")
-        self._file.write(np.ascontiguousarray(tokens, dtype=_DTYPES[self._code]).data)
-        if counted is not None and self._answers is not None:
-            self._answers.extend((ranges_of(counted) + self._offsets[-1]).tolist())
-        self._offsets.append(self._offsets[-1] + len(tokens))
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes that a token takes in the file."""
-        return _DTYPES[self._code].itemsize
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens added."""
-        return self._offsets[-1]
-
-    @property
-    def documents(self) -> int:
-        """The number of documents added."""
-        return len(self._offsets) - 1
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        file, self._file = self._file, None
-        assert file is not None
-        try:
-            with file:
-                if error is None:
-                    for borders in filter(None, (self._offsets, self._answers)):
-                        file.write(np.asarray(borders, dtype="<i8").data)
-                    file.seek(0)
-                    file.write(struct.pack("<Q", self._room))
-                    header = self._header(self.tokens, self.documents, len(self._answers or ()))
-                    file.write(header.ljust(self._room))
-                    file.flush()
-                    os.fsync(file.fileno())
-            if error is None:
-                os.replace(self._temporary, self.path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._temporary)  # gone already when it was renamed

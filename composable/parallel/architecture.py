@@ -13,8 +13,9 @@ from composable.models.decoder import Decoder
 from composable.models.init import InitRule, decoder_init
 from composable.moe.config import MoEConfig
 from composable.moe.layer import ALONE, MoE, Runtime
+from composable.parallel.replicated import replicated
 from composable.parallel.split import Costs, Stage, costs
-from composable.parallel.tensor import replicated, tensor_parallel
+from composable.parallel.tensor import tensor_parallel
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from composable.parallel.expert import expert_parallel, runtime_of
 from composable.parallel.expert_step import ExpertStep
 from composable.parallel.pipeline import Border, Evaluate, Train, pipelined
 from composable.parallel.recompute import recompute
+from composable.parallel.replicated import place_gradients, sum_replicated_gradients
 from composable.parallel.split import Stage, owners, parse_split, split_by_cost
-from composable.parallel.tensor import place_gradients, sum_replicated_gradients
 from composable.parallel.tied import copy_tied_weight, counted, named, sum_tied_gradients
 
 

@@ -8,7 +8,7 @@ gets a gradient of the rank's own tokens or heads on each, so that the sum over 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,6 @@ from composable.linear import linear
 from composable.models.attention import Attention
 from composable.models.config import DecoderConfig
 from composable.models.decoder import Decoder
-from composable.optim.local import local
 from composable.parallel.collectives import (
     gather_sequence,
     gather_stacked,
@@ -120,60 +119,6 @@ def tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
         plan["lm_head"] = column
     parallelize_module(model, mesh, plan)
     parallelize_module(model, mesh, Local(partial(_decoder, mesh)))
-
-
-def is_replicated(parameter: Tensor) -> bool:
-    """Whether every tensor rank holds all of it (up to data sharding), with a gradient that is a part of the sum.
-
-    Experts are not: to them tensor ranks are data ranks, or hold parts.
-    """
-    if not isinstance(parameter, DTensor):
-        return True
-    names = parameter.device_mesh.mesh_dim_names or ()
-    if {"efsdp", "ep", "etp"} & set(names):
-        return False
-    return all(p.is_replicate() for name, p in zip(names, parameter.placements, strict=False) if name == "tp")
-
-
-def replicated(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are not sharded over the mesh dimension `tp`, before `fully_shard` or after it."""
-    return [parameter for parameter in model.parameters() if is_replicated(parameter)]
-
-
-@torch.no_grad()
-def place_gradients(model: nn.Module) -> None:
-    """Give gradients the placements of their parameters, where torch's own styles leave others and no FSDP sees them.
-
-    An embedding of `RowwiseParallel` has a replicated gradient, a norm of `SequenceParallel` a partial one.
-    """
-    for parameter in model.parameters():
-        gradient = parameter.grad
-        if (
-            isinstance(gradient, DTensor)
-            and isinstance(parameter, DTensor)
-            and gradient.placements != parameter.placements
-        ):
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
-
-
-@torch.no_grad()
-def sum_replicated_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the local gradients over the tensor ranks, in place, by one flat all-reduce (one for each dtype and device).
-
-    Args:
-        parameters: those of `replicated`, in the same order on every rank; one without a gradient, which must be so on
-            all ranks alike, is left out.
-    """
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            part = local(parameter.grad)
-            kinds.setdefault((part.dtype, part.device), []).append(part)
-    for parts in kinds.values():
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        dist.all_reduce(flat, group=group)
-        for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-            part.copy_(total.view_as(part))
 
 
 class Local(ParallelStyle):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from composable.data.answers import cut, inside, ranges_of, total
 from composable.data.loader import DataConfig, build_loader, validation_loader
 from composable.data.packing import IGNORE, make_row, row_starts, tokens_cut_off
-from composable.data.tokens import Tokens, TokenWriter, open_tokens
+from composable.data.token_writer import TokenWriter
+from composable.data.tokens import Tokens, open_tokens
 
 
 @settings(deadline=None)

@@ -13,7 +13,8 @@ import torch
 
 from composable.data.loader import DataConfig, MicroBatch, accumulation, build_loader, validation_loader
 from composable.data.packing import IGNORE
-from composable.data.tokens import Tokens, TokenWriter, open_tokens
+from composable.data.token_writer import TokenWriter
+from composable.data.tokens import Tokens, open_tokens
 
 S = 4
 

@@ -10,7 +10,8 @@ import safetensors
 import safetensors.numpy
 import safetensors.torch
 
-from composable.data.tokens import Tokens, TokenWriter, load_tokens, open_tokens
+from composable.data.token_writer import TokenWriter
+from composable.data.tokens import Tokens, load_tokens, open_tokens
 
 DOCUMENTS = [[5, 6, 7], [8], [9, 10, 11, 12]]
 

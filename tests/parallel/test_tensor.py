@@ -20,13 +20,8 @@ from composable.observe.health import check_replicas, replicas_differ
 from composable.parallel.config import Parallel
 from composable.parallel.data import shard_data
 from composable.parallel.recompute import recompute
-from composable.parallel.tensor import (
-    check_tensor,
-    is_replicated,
-    replicated,
-    sum_replicated_gradients,
-    tensor_parallel,
-)
+from composable.parallel.replicated import is_replicated, replicated, sum_replicated_gradients
+from composable.parallel.tensor import check_tensor, tensor_parallel
 
 LLAMA = DecoderConfig(vocab_size=64, dim=16, layers=2, heads=4, kv_heads=4, head_dim=4, ffn=24, init_std=0.2)
 KINDS = {
