@@ -74,11 +74,12 @@ def name(row: Row) -> str:
 def recipe_of(row: Row) -> Recipe:
     mesh = Mesh(**{name: row[name] for name in DIMENSIONS})
     pipeline = Pipeline()
-    count, layers = 2 * row["accumulate"], 4
+    fewest = row.get("layers") or (2 if row.get("compile") else 4)  # each block takes seconds to compile
+    count, layers = 2 * row["accumulate"], fewest
     if mesh.pp > 1:
         # passes through the pipeline of 2 * pp micro-batches
         pipeline = Pipeline(schedule=row["schedule"], micro_batches=2 * mesh.pp)
-        count, layers = 2 * mesh.pp * row["accumulate"], max(4, mesh.pp * pipeline.stages_per_rank)
+        count, layers = 2 * mesh.pp * row["accumulate"], max(fewest, mesh.pp * pipeline.stages_per_rank)
     parallel = Parallel(
         data=row["data"],
         recompute=row.get("recompute", "none"),

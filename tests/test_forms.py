@@ -27,7 +27,7 @@ ROWS = {
     "window, sinks: ring of 4, recomputed": (GPT, dict(cp=4, context="ring", recompute="full")),
     "narrow window: all_gather of 4": (dict(window=2), dict(cp=4, context="all_gather", recompute="selective")),
     "window, sinks: shared heads, stages": (GPT, dict(tp=4, pp=2, schedule="1F1B")),
-    "all of them: compiled": (GPT | OLMO, dict(dp_shard=2, tp=2, compile=True, recompute="selective")),
+    "all of them: compiled": (GPT | OLMO, dict(dp_shard=2, tp=2, compile=True, layers=4, recompute="selective")),
     "post-norm, wide norm: shared heads": (OLMO, dict(tp=4, dp_shard=2)),
     "post-norm, wide norm: stages": (OLMO, dict(tp=2, pp=2, schedule="ZBVZeroBubble")),
     "wide norm: three heads of keys for six": (

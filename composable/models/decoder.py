@@ -21,6 +21,7 @@ class Block(nn.Module):
     def __init__(self, config: DecoderConfig, method: Method, layer: int, runtime: Runtime) -> None:
         super().__init__()
         self.post_norm = config.norm_place == "post"
+        self.window = config.window_of(layer)
         if not self.post_norm:
             self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.self_attn = LatentAttention(config, method) if config.latent else Attention(config, method, layer)
@@ -84,14 +85,13 @@ class Decoder(nn.Module):
         self.loss: Loss = cross_entropy_sum
         self.loss_chunk = 0  # tokens of which logits exist at once when there are labels; 0: all
         chosen = range(config.layers) if layers is None else layers
-        self.windows = [config.window_of(layer) for layer in chosen]
         self.model = Body(config, chosen, first, last, method, runtime)
         self.lm_head = Linear(config.dim, config.vocab_size, bias=False) if last and not config.tied else None
 
     @property
-    def blocks(self) -> list[nn.Module]:
+    def blocks(self) -> list[Block]:
         """The blocks in order: the units of recomputation, compilation and sharding."""
-        return list(self.model.layers.values())
+        return list(self.model.layers.values())  # type: ignore[arg-type]
 
     def forward(
         self,
@@ -120,10 +120,11 @@ class Decoder(nn.Module):
         hidden = embed(x) if self.first and embed is not None else x  # [B, S, D]
         cos, sin = tables(self.config.rope, self.config.rotary_dim, positions, hidden.dtype)
         mask = self.mask(documents)
-        masks = {window: self.narrow(mask, window, positions) if window else mask for window in set(self.windows)}
+        windows = {block.window for block in self.blocks}
+        masks = {window: self.narrow(mask, window, positions) if window else mask for window in windows}
         info = None if self.config.moe is None else self.token_info(indices, scale, step, loads)
-        for block, window in zip(self.blocks, self.windows, strict=True):
-            hidden = block(hidden, cos, sin, masks[window], info)
+        for block in self.blocks:
+            hidden = block(hidden, cos, sin, masks[block.window], info)
         if self.model.norm is None:
             return hidden
         hidden = self.model.norm(hidden)
