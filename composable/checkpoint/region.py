@@ -9,7 +9,9 @@ from composable.checkpoint.format import Stored
 from composable.checkpoint.remote import Folder
 from composable.checkpoint.shards import Box, Piece
 from composable.checkpoint.storage import naming, opened_files
-from composable.checkpoint.transfer import read_box
+from composable.checkpoint.transfer import read_box, scratch
+
+LARGE = 1 << 20  # bytes: smaller pieces of memory come from the allocator, which would keep much of larger ones
 
 
 def read_region(folder: Folder, tensor: Stored, box: Box) -> Tensor:
@@ -18,7 +20,8 @@ def read_region(folder: Folder, tensor: Stored, box: Box) -> Tensor:
     Takes the memory of the values and at most 16 MiB more. Files are open while they are read only: a checkpoint of
     any number of files needs no more descriptors than one.
     """
-    values = torch.empty(box.sizes, dtype=tensor.spec.dtype)
+    dtype, size = tensor.spec.dtype, box.numel * tensor.spec.dtype.itemsize
+    values = torch.empty(box.sizes, dtype=dtype) if size < LARGE else scratch(size).view(dtype).view(box.sizes)
     shared = [(place, common) for place in tensor.places if (common := place.box.overlap(box)).numel]
     with opened_files(folder, {place.file for place, _ in shared}) as opens:
         for place, common in shared:

@@ -79,10 +79,10 @@ def _memory(piece: Piece, box: Box) -> Iterator[tuple[Box, memoryview]]:
         yield box, _bytes(raw(piece.local)[box.slices(piece.box.offsets)])
         return
     itemsize = piece.local.element_size()
-    scratch = _scratch(COPIED)
+    room = scratch(COPIED)
     for part in chunk_boxes(box, itemsize, COPIED):
         values = piece.local[part.slices(piece.box.offsets)].resolve_conj().resolve_neg()
-        copy = scratch[: part.numel * itemsize]
+        copy = room[: part.numel * itemsize]
         copy.view(_RAW[itemsize]).view(part.sizes).copy_(raw(values))
         yield part, _bytes(copy)
 
@@ -97,8 +97,8 @@ def _in_place(piece: Piece, box: Box) -> bool:
     return local.device.type == "cpu" and not _lazy(local) and local[box.slices(piece.box.offsets)].is_contiguous()
 
 
-def _scratch(size: int) -> Tensor:
-    """Memory of its own for copies, given back to the system at its end: the allocator would keep much of it."""
+def scratch(size: int) -> Tensor:
+    """So many bytes [size] uint8, given back to the system at their end: the allocator would keep much of them."""
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
 
 
@@ -140,16 +140,16 @@ def _read(file: Readable, place: Place, box: Box, shared: bool = False) -> Itera
     between = _reads_between(file, spec, box)
     spread = math.ceil(_spread(spec, box)) if between else 1
     strides = row_major_strides(spec.shape)
-    scratch = _scratch(COPIED // 2).view(_RAW[itemsize])
+    room = scratch(COPIED // 2).view(_RAW[itemsize])
     for part in chunk_boxes(box, itemsize * spread, COPIED // 2):
         if between:
             span = 1 + sum((n - 1) * s for n, s in zip(part.sizes, strides, strict=True))
-            buffer = scratch[:span]
+            buffer = room[:span]
             start = sum(o * s for o, s in zip(part.offsets, strides, strict=True)) * itemsize
             read_all(file, _bytes(buffer), place.offset + start, cached=True)  # the ranks beside this one do too
             yield part, buffer.as_strided(part.sizes, strides)
         else:
-            buffer = scratch[: part.numel].view(part.sizes)
+            buffer = room[: part.numel].view(part.sizes)
             data = _bytes(buffer)
             for at, begin, size in byte_runs(part, spec.shape, itemsize):
                 read_all(file, data[begin : begin + size], place.offset + at, cached=shared)

@@ -157,6 +157,7 @@ class _Pieces(dcp.DefaultSavePlanner):
         super().__init__()
         self._sections, self._chunk, self._advance = sections, chunk, advance
         self._left: dict[tuple[str, tuple[int, ...]], Callable[[], Tensor]] = {}
+        self._written: Tensor | None = None
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self.is_coordinator = is_coordinator
@@ -185,8 +186,14 @@ class _Pieces(dcp.DefaultSavePlanner):
         return prepared
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
+        if self._written is not None:  # the writer keeps all tensors of a file: what is written gives its memory back
+            self._written.untyped_storage().resize_(0)
         offset = write_item.index.offset
         data = self._left.pop((write_item.index.fqn, tuple(offset or ())))()
+        storage = data.untyped_storage()
+        if storage.size() != data.nbytes or not storage.resizable():
+            data = data.clone()
+        self._written = data
         self._advance(data.nbytes)
         return data
 
