@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composable.checkpoint.format import Stored
 from composable.checkpoint.listing import list_folder
 from composable.checkpoint.load import load
 from composable.checkpoint.quantised import (
@@ -34,6 +35,8 @@ ADDED = ("qk_norm", "qk_norm_wide", "qkv_bias", "output_bias", "mlp_bias", "sink
 """fields of a model that only add weights to it"""
 ADDED_TO_ROUTER = ("correction", "router_bias", "expert_bias")
 """those of its experts"""
+NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""dtypes in which a weight is its own value"""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -70,6 +73,7 @@ def start_from(folder: Folder, recipe: Recipe, model: Composed) -> list[str]:
             tensors = {HEAD if name == EMBEDDING else name: tensor for name, tensor in tensors.items()}
             wanted = (wanted - {EMBEDDING}) | {HEAD}
     check_missing(folder, sorted(wanted - stored.keys()), recipe.init_missing)
+    check_numbers(folder, [stored[name] for name in sorted(wanted & stored.keys())])
     packed = {name: found for name, found in stored.items() if isinstance(found, Quantised)}
     plain = {name: tensor for name, tensor in tensors.items() if name not in packed}
     load(folder, plain, allow_missing=recipe.init_missing, allow_extra=["*"], allow_cast=True, verify=verify)
@@ -144,6 +148,20 @@ def check_missing(folder: Folder, names: Sequence[str], allowed: Iterable[str]) 
             f"init_from={folder} lacks {_some(lacking)}; to start these from their initial values, name them as "
             "--init-missing (also by patterns, '*.q_norm.weight')"
         )
+
+
+def check_numbers(folder: Folder, tensors: Iterable[Logical]) -> None:
+    """Refuse weights that are no numbers by themselves, in whatever form something else scales them.
+
+    Raises:
+        ValueError: which one, and its dtype.
+    """
+    for tensor in tensors:
+        if isinstance(tensor, Stored) and tensor.spec.dtype not in NUMBERS:
+            raise ValueError(
+                f"{tensor.spec.name} is {tensor.spec.dtype} in init_from={folder}: such weights are quantised, and "
+                "nothing there says how in a form that is read here; start from weights in 16 bits or more"
+            )
 
 
 def check_tied(folder: Folder, tensors: dict[str, Tensor | Piece]) -> None:

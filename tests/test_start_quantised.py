@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from composable.checkpoint.remote import as_folder
 from composable.checkpoint.shards import pieces_of
@@ -72,3 +72,19 @@ def test_fp8_weights_are_worth_their_values_times_their_blocks_scales(mesh, rank
 def test_fp8_weights_are_refused_without_the_option(ranks, tmp_path):
     published(tmp_path / "fp8")
     ranks(1, refused, tmp_path / "fp8")
+
+
+def plain_numbers_refused(folder, words):
+    with pytest.raises(ValueError, match=words):
+        started(folder, Mesh(dp_shard=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_weights_of_eight_bits_that_nothing_explains_are_refused(dtype, ranks, tmp_path):
+    published(tmp_path / "a")
+    path = tmp_path / "a/model.safetensors"
+    tensors = {n: t for n, t in load_file(path).items() if not n.endswith("_scale_inv")}
+    tensors = {n: t.to(dtype) if n.endswith("_proj.weight") else t for n, t in tensors.items()}
+    save_file(tensors, path, {"format": "pt"})
+    (tmp_path / "a/config.json").write_text(json.dumps(to_hugging_face(CONFIG)))
+    ranks(1, plain_numbers_refused, tmp_path / "a", rf"_proj.weight is {dtype}.*quantised")

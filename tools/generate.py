@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import tokenizers
 import torch
 import torch.distributed as dist
 import tyro
@@ -22,6 +23,7 @@ from composable.checkpoint.budget import size_text
 from composable.checkpoint.folder import latest
 from composable.checkpoint.remote import Folder, as_folder
 from composable.checkpoint.together import together
+from composable.data.chat import question_encoder
 from composable.data.loader import DataConfig
 from composable.data.text import Tokenizer, load_tokenizer
 from composable.mesh import Mesh, distributed
@@ -57,6 +59,11 @@ class Args:
     """Draw from the likeliest tokens whose probabilities together reach this."""
     seed: int = 0
     """Of the draws."""
+    template: str = ""
+    """The prompt is what a user says, written by: tokenizer (its own chat template), chatml, llama3, plain, or a Jinja
+    file, as `prepare_data.py` has it; otherwise it is a text that goes on."""
+    system: str = ""
+    """What stands before it, with --template."""
     ignore_eos: bool = False
     """Go on after the token that ends a text."""
     cache: bool = True
@@ -78,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
             folder, text = checkpoint(args.ckpt), prompt_of(args)
             config = configuration(folder)
             recipe, tokenizer = recipe_of(args, folder, config), tokenizer_of(args, folder)
-            prompt = encoded(tokenizer, text, config)
+            prompt = encoded(args, folder, tokenizer, text, config)
             count = tokens_to_write(args, prompt, config)
             if args.plan:
                 print("\n".join(plan_lines(folder, recipe, len(prompt) + count)) if dist.get_rank() == 0 else "")
@@ -113,7 +120,7 @@ def write(
         sampling,
         context=recipe.model.max_length,
         seed=args.seed,
-        stop=() if args.ignore_eos or tokenizer.eos is None else (tokenizer.eos,),
+        stop=() if args.ignore_eos else ends_of(folder, tokenizer),
         cache=args.cache,
     )
     count, first = 0, began
@@ -164,7 +171,7 @@ def configuration(folder: Folder) -> DecoderConfig:
     """What the model computes: no token is dropped, and no router explores."""
     try:
         config = from_hugging_face(json.loads((folder / "config.json").read_bytes()))
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (json.JSONDecodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / 'config.json'} is no model's configuration: {error!r}") from error
     if config.moe is None:
         return config
@@ -196,13 +203,17 @@ def tokenizer_of(args: Args, folder: Folder) -> Tokenizer:
     if isinstance(folder, Path) and (folder / "tokenizer.json").is_file():
         return load_tokenizer(str(folder))
     state = folder / "train_state.json"
-    if state.is_file() and json.loads(state.read_bytes())["data"].get("tokenizer") == "byte":
+    told = json.loads(state.read_bytes()) if state.is_file() else {}
+    data = told.get("data") if isinstance(told, dict) else None
+    if isinstance(data, dict) and data.get("tokenizer") == "byte":
         return load_tokenizer("byte")
     raise ValueError(f"{folder} has no tokenizer.json that can be read here; name one as --tokenizer (or byte)")
 
 
 def prompt_of(args: Args) -> str:
     """The text that is continued, on every rank."""
+    if args.system and not args.template:
+        raise ValueError("--system stands before a conversation; say how one is written with --template")
     if bool(args.prompt) == bool(args.prompt_file):
         raise ValueError("give one of --prompt and --prompt-file: what is continued")
     if args.prompt_file == "-":
@@ -210,10 +221,14 @@ def prompt_of(args: Args) -> str:
     return Path(args.prompt_file).read_text(encoding="utf-8") if args.prompt_file else args.prompt
 
 
-def encoded(tokenizer: Tokenizer, text: str, config: DecoderConfig) -> list[int]:
-    """Token ids, with the one that begins a text."""
-    ids = [int(token) for token in tokenizer.encode(text)]
-    ids = ids if tokenizer.bos is None else [tokenizer.bos, *ids]
+def encoded(args: Args, folder: Folder, tokenizer: Tokenizer, text: str, config: DecoderConfig) -> list[int]:
+    """Token ids, with what begins a text; or those of a conversation that is to be answered."""
+    if args.template:
+        messages = [{"role": "system", "content": args.system}] * bool(args.system)
+        ask = question_encoder(tokenizer.name, args.template)
+        ids = [int(token) for token in ask([*messages, {"role": "user", "content": text}])]
+    else:
+        ids = [*beginning(folder, tokenizer), *map(int, tokenizer.encode(text))]
     if not ids:
         raise ValueError("the prompt has no token; write something to continue")
     if max(ids) >= config.vocab_size:
@@ -222,6 +237,26 @@ def encoded(tokenizer: Tokenizer, text: str, config: DecoderConfig) -> list[int]
             "made its data; name it as --tokenizer"
         )
     return ids
+
+
+def beginning(folder: Folder, tokenizer: Tokenizer) -> list[int]:
+    """What stood before each text in training: as a checkpoint of ours says, else what the tokenizer itself adds."""
+    if (folder / "train_state.json").is_file():
+        bos = json.loads((folder / "config.json").read_bytes()).get("bos_token_id")
+        return [] if bos is None else [bos]
+    if not Path(tokenizer.name).is_file():
+        return []
+    inner = tokenizers.Tokenizer.from_file(tokenizer.name)
+    whole, plain = inner.encode("a").ids, inner.encode("a", add_special_tokens=False).ids
+    return whole[: next(at for at in range(len(whole) + 1) if whole[at : at + len(plain)] == plain)]
+
+
+def ends_of(folder: Folder, tokenizer: Tokenizer) -> set[int]:
+    """The tokens that end a text: the tokenizer's, and those of generation_config.json (of chat models, several)."""
+    path = folder / "generation_config.json"
+    told = json.loads(path.read_bytes()) if path.is_file() else {}
+    ends = told.get("eos_token_id") if isinstance(told, dict) else None
+    return {end for end in (tokenizer.eos, *(ends if isinstance(ends, list) else [ends])) if isinstance(end, int)}
 
 
 def tokens_to_write(args: Args, prompt: Sequence[int], config: DecoderConfig) -> int:

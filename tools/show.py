@@ -92,7 +92,7 @@ def facts(path: Folder) -> Mapping[str, Any]:
     """The content of a JSON file; nothing if there is no such file."""
     try:
         found = json.loads(path.read_bytes()) if path.is_file() else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} is no JSON object")

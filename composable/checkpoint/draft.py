@@ -45,6 +45,8 @@ def drafted(target: Path, needed: int) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.parent / f".{target.name}.draft"
     try:
+        if draft.is_symlink():
+            raise FileExistsError(f"{draft} is a link, and what it points to is not ours to empty; delete it")
         draft.mkdir(exist_ok=True)
         with folders.locked(draft):
             try:

@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
 
 import xxhash
@@ -202,13 +203,27 @@ def read_manifest(folder: Folder) -> Manifest | None:
         raise ValueError(f"{path} is not a checkpoint's manifest: {error!r}") from error
 
 
+def check_inside(name: object) -> str:
+    """The relative name of a file that a folder's own files tell of; ValueError if it leads out of the folder.
+
+    What copies such files would write them outside of its target.
+    """
+    if not isinstance(name, str) or not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise ValueError(f"{name!r} is no name of a file within the folder")
+    return name
+
+
 def _manifest(document: Mapping[str, Any]) -> Manifest:
     files = document["files"]
+    for name, entry in files.items():
+        check_inside(name)
+        if type(entry["size"]) is not int or not isinstance(entry.get("xxh3_64"), (str, type(None))):
+            raise ValueError(f"{name} has the size {entry['size']!r} and the checksum {entry.get('xxh3_64')!r}")
     return Manifest(
         {name: (entry["size"], entry.get("xxh3_64")) for name, entry in files.items()},
         {
             section: {
-                name: tuple((Box(tuple(e["offsets"]), tuple(e["sizes"])), e["xxh3_64"]) for e in boxes)
+                name: tuple((Box(_sizes(e["offsets"]), _sizes(e["sizes"])), e["xxh3_64"]) for e in boxes)
                 for name, boxes in tensors.items()
             }
             for section, tensors in document["checksums"].items()
@@ -216,6 +231,12 @@ def _manifest(document: Mapping[str, Any]) -> Manifest:
         },
         {name: entry["header_xxh3_64"] for name, entry in files.items() if "header_xxh3_64" in entry},
     )
+
+
+def _sizes(values: list[Any]) -> tuple[int, ...]:
+    if any(type(value) is not int or value < 0 for value in values):
+        raise ValueError(f"{values} are no offsets or sizes")
+    return tuple(values)
 
 
 def check_files(folder: Folder, manifest: Manifest) -> None:

@@ -234,7 +234,7 @@ def read_header(path: Folder, name: str) -> dict[str, Place]:
     size, header = read_head(path)
     try:
         return decode_header(header[8:], name, size)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 

@@ -60,10 +60,10 @@ def _list_section(folder: Folder, subfolder: str, prefix: str) -> dict[str, Stor
         files = [whole.name]
     else:
         files = sorted(path.name for path in base.glob("*.safetensors"))
-    if not files and not index:
+    if not files and (not index or not subfolder):
         if subfolder:
             return {}
-        raise FileNotFoundError(f"{folder} holds no safetensors files")
+        raise FileNotFoundError(f"{folder} holds no safetensors files" + (f" that {index} names" if index else ""))
     places: dict[str, Place] = {}
     for file in files:
         if not (base / file).is_file():
@@ -90,9 +90,12 @@ def _once(places: Iterable[Place]) -> Iterable[Place]:
 
 def _weight_map(index: Folder) -> dict[str, str]:
     try:
-        return dict(json.loads(index.read_bytes())["weight_map"])
+        weight_map = dict(json.loads(index.read_bytes())["weight_map"])
+        for file in weight_map.values():
+            folders.check_inside(file)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from error
+    return weight_map
 
 
 def _assembled(base: Folder, places: Iterable[Place]) -> dict[str, Stored]:

@@ -14,7 +14,7 @@ A product is made in float32 and then rounded to the dtype that was asked for.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -124,8 +124,10 @@ def _method(tensors: Mapping[str, Stored], quantisation: Mapping[str, Any]) -> s
 
     What config.json tells is nothing where no tensor is of that form: somebody has dequantised them before.
     """
+    if not isinstance(quantisation, Mapping):
+        raise ValueError(f"config.json: quantization_config={quantisation!r} is no JSON object")
     told = quantisation.get("quant_method") or ""
-    if told and told not in _FORMS:
+    if told and told not in tuple(_FORMS):
         raise ValueError(f"quantization_config.quant_method={told!r} cannot be dequantised; {' and '.join(_FORMS)} can")
     for name, tensor in tensors.items():
         if name.endswith("_scale_inv") or (told == "fp8" and tensor.spec.dtype in FLOAT8):
@@ -137,7 +139,10 @@ def _method(tensors: Mapping[str, Stored], quantisation: Mapping[str, Any]) -> s
 
 
 def _fp8(tensors: Mapping[str, Stored], quantisation: Mapping[str, Any]) -> dict[str, Logical]:
-    block = tuple(quantisation.get("weight_block_size") or (128, 128))
+    block = quantisation.get("weight_block_size") or (128, 128)
+    if not isinstance(block, Sequence) or any(type(step) is not int or step < 1 for step in block):
+        raise ValueError(f"config.json: weight_block_size={block!r}; it is two positive whole numbers, as [128, 128]")
+    block = tuple(block)
     out: dict[str, Logical] = {}
     for name, tensor in tensors.items():
         scales = tensors.get(f"{name}_scale_inv")

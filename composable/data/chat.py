@@ -71,27 +71,10 @@ def chat_encoder(
             ValueError for a conversation that the template refuses, that spells control tokens, or whose answers
             cannot be told from the rest.
     """
-    coder = load_tokenizer(tokenizer)
-    path = Path(coder.name) if coder.name != "byte" else None
-    folder = path.parent if path else None
-    source = template_text(template, folder)
-    encoder = _byte_encoder() if path is None else _file_encoder(path)
-    borders = {"bos_token": coder.bos, "eos_token": coder.eos}
-    spelled = {name: encoder.spell(token) or "" for name, token in borders.items() if token is not None}
-    known = {**spelled, **special_tokens(folder)}
-    if absent := [token for token in NEEDED.get(template, ()) if token not in encoder.control]:
-        raise ValueError(
-            f"template {template} writes {', '.join(absent)}, no special token of the tokenizer {coder.name}; choose "
-            "the tokenizer's own template (--template tokenizer), or plain"
-        )
-    if template == "plain" and "eos_token" not in known:
-        raise ValueError(f"template plain ends answers with the end-of-text token, and {coder.name} has none")
-    render = compile_template(source, known, today or date.today())
+    encoder, render = _writer(tokenizer, template, today)
 
     def encode(messages: Sequence[Message]) -> Conversation:
-        for number, message in enumerate(messages, start=1):
-            if found := next((token for token in (*encoder.control, _SENTINEL) if token in message["content"]), None):
-                raise ValueError(f"message {number} spells {found!r}, a control token of the tokenizer")
+        _check_spelling(encoder, messages)
         text = render(messages, False)
         ids, starts = encoder.encode(text)
         if mask == "none":
@@ -109,6 +92,44 @@ def chat_encoder(
         return Conversation(ids, counted, text, starts, torn, endless)
 
     return encode
+
+
+def question_encoder(
+    tokenizer: str, template: str, today: date | None = None
+) -> Callable[[Sequence[Message]], np.ndarray]:
+    """A function from messages to the ids [n] that a model is given to answer them; as `chat_encoder` otherwise."""
+    encoder, render = _writer(tokenizer, template, today)
+
+    def encode(messages: Sequence[Message]) -> np.ndarray:
+        _check_spelling(encoder, messages)
+        return encoder.encode(render(messages, True))[0]
+
+    return encode
+
+
+def _writer(tokenizer: str, template: str, today: date | None) -> tuple[_Encoder, Render]:
+    coder = load_tokenizer(tokenizer)
+    path = Path(coder.name) if coder.name != "byte" else None
+    folder = path.parent if path else None
+    source = template_text(template, folder)
+    encoder = _byte_encoder() if path is None else _file_encoder(path)
+    borders = {"bos_token": coder.bos, "eos_token": coder.eos}
+    spelled = {name: encoder.spell(token) or "" for name, token in borders.items() if token is not None}
+    known = {**spelled, **special_tokens(folder)}
+    if absent := [token for token in NEEDED.get(template, ()) if token not in encoder.control]:
+        raise ValueError(
+            f"template {template} writes {', '.join(absent)}, no special token of the tokenizer {coder.name}; choose "
+            "the tokenizer's own template (--template tokenizer), or plain"
+        )
+    if template == "plain" and "eos_token" not in known:
+        raise ValueError(f"template plain ends answers with the end-of-text token, and {coder.name} has none")
+    return encoder, compile_template(source, known, today or date.today())
+
+
+def _check_spelling(encoder: _Encoder, messages: Sequence[Message]) -> None:
+    for number, message in enumerate(messages, start=1):
+        if found := next((token for token in (*encoder.control, _SENTINEL) if token in message["content"]), None):
+            raise ValueError(f"message {number} spells {found!r}, a control token of the tokenizer")
 
 
 def _find_answer(render: Render, messages: Sequence[Message], place: int, text: str) -> tuple[int, int]:

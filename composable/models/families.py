@@ -120,13 +120,18 @@ def _written(config: DecoderConfig, family: Family) -> dict[str, Any]:
     scaling = {key: value for key, value in scaling.items() if value is not None}
     return {**out, **family.only, **family.told(config)} | {
         "rope_theta": rope.theta,
-        "rope_scaling": None if rope.scaling == "none" else {"rope_type": rope.scaling, **scaling},
+        "rope_scaling": {"rope_type": rope.scaling, **scaling} if rope.scaling != "none" else _unscaled(family),
     }
 
 
+def _unscaled(family: Family) -> dict[str, str] | None:
+    """What says that nothing is stretched: nothing, unless that would say something else."""
+    return {"rope_type": "default"} if family.rope else None
+
+
 def _read(config: Mapping[str, Any], family: Family) -> DecoderConfig:
-    for theirs, only in ({"hidden_act": "silu"} | dict(family.only)).items():
-        if config.get(theirs, only) != only:
+    for theirs, only in ({"hidden_act": "silu", "is_causal": True} | dict(family.only)).items():
+        if config.get(theirs, only) not in (only, None):
             raise ValueError(f"config.json: {theirs}={config[theirs]!r} is not supported; supported is {only!r}")
     flat_values = dict(family.fixed)
     for ours, theirs in {**SAME, **family.keys}.items():
@@ -140,9 +145,9 @@ def _read(config: Mapping[str, Any], family: Family) -> DecoderConfig:
         part, _, name = ours.rpartition(".")
         (values[part] if part else values)[name] = value
     values.setdefault("kv_heads", values["heads"])
-    values.setdefault("head_dim", values["dim"] // values["heads"])
+    values.setdefault("head_dim", values["dim"] // (values["heads"] or 1))  # 0 is refused below
     built = {part: PARTS[part](**values.pop(part)) for part in family.parts}
-    return DecoderConfig(**values, **built, rope=_rope(config))
+    return DecoderConfig(**values, **built, rope=_rope(config, family))
 
 
 def mtp_names(config: Mapping[str, Any]) -> Callable[[str], bool]:
@@ -164,16 +169,30 @@ def mtp_names(config: Mapping[str, Any]) -> Callable[[str], bool]:
     return lambda name: name.startswith(prefixes)
 
 
-def _rope(config: Mapping[str, Any]) -> RopeConfig:
-    theirs = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    scaling = theirs.get("rope_type", theirs.get("type", "default"))
+def _rope(config: Mapping[str, Any], family: Family) -> RopeConfig:
+    given = [config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)]
+    if len(given) == 2 and given[0] != given[1]:
+        raise ValueError("config.json: rope_scaling and rope_parameters differ; leave one of them out")
+    theirs = given[0] if given else family.rope
+    if not isinstance(theirs, Mapping) or any(isinstance(value, Mapping) for value in theirs.values()):
+        raise ValueError(f"config.json: rotary embedding {theirs!r} is not supported: layers all have the same one")
+    scaling = theirs.get("rope_type") or theirs.get("type") or "default"
     scaling = "none" if scaling == "default" else scaling
     if scaling not in ROPE:
         raise ValueError(f"config.json: rope type {scaling!r} is not supported; supported are {', '.join(ROPE)}")
-    values = {ours: theirs[key] for ours, key in ROPE[scaling].items() if key in theirs}
-    if scaling == "yarn" and "original_length" not in values:
-        values["original_length"] = config["max_position_embeddings"]
-    theta = theirs.get("rope_theta", config.get("rope_theta", 10000.0))
+    if "latent" in family.parts and scaling in ("linear", "llama3") and theirs.get("mscale_all_dim"):
+        raise ValueError(f"config.json: mscale_all_dim with rope type {scaling} is not supported; it is with yarn")
+    values = {ours: theirs[key] for ours, key in ROPE[scaling].items() if theirs.get(key) is not None}
+    if scaling in ("yarn", "llama3"):
+        original = config.get("original_max_position_embeddings") or values.get("original_length")
+        values["original_length"] = original or config["max_position_embeddings"]
+        if scaling == "yarn":
+            values.setdefault("factor", config["max_position_embeddings"] / values["original_length"])
+    if scaling != "none" and "factor" not in values:
+        raise ValueError(
+            f"config.json: rope type {scaling} without a factor; say how many times contexts are stretched"
+        )
+    theta = theirs.get("rope_theta", config.get("rope_theta", family.absent.get("rope_theta", 10000.0)))
     return RopeConfig(**{"theta": float(theta), "scaling": scaling, **values})
 
 

@@ -22,6 +22,8 @@ class Family:
     """theirs -> what its absence means, where that is not our default"""
     only: Mapping[str, Any] = field(default_factory=dict)
     """theirs -> the one value that our decoder computes"""
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    """what the absence of `rope_scaling` means; empty: that nothing is stretched"""
     told: Callable[[DecoderConfig], Mapping[str, Any]] = lambda config: {}
     """theirs -> value, of keys that several of our fields make, or that are told otherwise than elsewhere"""
     heard: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
@@ -67,6 +69,7 @@ ROPE = {  # scaling -> ours -> theirs
         "truncate": "truncate",
     },
 }
+_EPS = {"rms_norm_eps": 1e-6}  # of `transformers`' classes, where it is not ours
 _BIAS = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
 _QWEN_EXPERTS = {
     "moe.experts": "num_experts",
@@ -75,7 +78,7 @@ _QWEN_EXPERTS = {
     "moe.normalise": "norm_topk_prob",
     "moe.first_dense": "mlp_only_layers",
 }
-_QWEN_ABSENT = {"norm_topk_prob": False, "qkv_bias": True}
+_QWEN_ABSENT = _EPS | {"norm_topk_prob": False, "qkv_bias": True}
 _DEEPSEEK = _BIAS | {
     "latent.q_rank": "q_lora_rank",
     "latent.kv_rank": "kv_lora_rank",
@@ -91,15 +94,20 @@ _DEEPSEEK = _BIAS | {
     "moe.first_dense": "first_k_dense_replace",
 }
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family("LlamaForCausalLM", _BIAS | {"mlp_bias": "mlp_bias"}),
-    "mistral": Family("MistralForCausalLM", told=windows.MISTRAL.told, heard=windows.MISTRAL.heard),
-    "qwen2": Family("Qwen2ForCausalLM", fixed={"qkv_bias": True}, told=windows.QWEN.told, heard=windows.QWEN.heard),
-    "qwen3": Family("Qwen3ForCausalLM", _BIAS, {"qk_norm": True}, told=windows.QWEN.told, heard=windows.QWEN.heard),
+    "llama": Family("LlamaForCausalLM", _BIAS | {"mlp_bias": "mlp_bias"}, absent=_EPS),
+    "mistral": Family("MistralForCausalLM", absent=_EPS, told=windows.MISTRAL.told, heard=windows.MISTRAL.heard),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", fixed={"qkv_bias": True}, absent=_EPS, told=windows.QWEN.told, heard=windows.QWEN.heard
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", _BIAS, {"qk_norm": True}, _EPS, told=windows.QWEN.told, heard=windows.QWEN.heard
+    ),
     "olmo2": Family("Olmo2ForCausalLM", _BIAS, {"norm_place": "post", "qk_norm": True, "qk_norm_wide": True}),
     "mixtral": Family(
         "MixtralForCausalLM",
         {"moe.experts": "num_local_experts", "moe.top_k": "num_experts_per_tok", "moe.ffn": "intermediate_size"},
         {"moe.score": "softmax", "moe.normalise": True},
+        {"num_experts_per_tok": 2, "rope_theta": 1e6},
         told=windows.MIXTRAL.told,
         heard=windows.MIXTRAL.heard,
     ),
@@ -109,7 +117,7 @@ FAMILIES: Mapping[str, Family] = {
         | {"moe.experts": "num_experts", "moe.top_k": "num_experts_per_tok", "moe.ffn": "intermediate_size"}
         | {"moe.normalise": "norm_topk_prob"},
         {"qk_norm": True, "qk_norm_wide": True, "moe.score": "softmax"},
-        {"norm_topk_prob": False},
+        {"norm_topk_prob": False, "num_experts_per_tok": 8},
         {"clip_qkv": None},
         heard=lambda config: {"head_dim": config["hidden_size"] // config["num_attention_heads"]},  # no other is read
     ),
@@ -117,19 +125,19 @@ FAMILIES: Mapping[str, Family] = {
         "Qwen3MoeForCausalLM",
         _BIAS | _QWEN_EXPERTS,
         {"qk_norm": True, "moe.score": "softmax"},
-        _QWEN_ABSENT,
+        _QWEN_ABSENT | {"num_experts_per_tok": 8},
         {"decoder_sparse_step": 1},
-        windows.QWEN3_MOE.told,
-        windows.QWEN3_MOE.heard,
+        told=windows.QWEN3_MOE.told,
+        heard=windows.QWEN3_MOE.heard,
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
         {"qkv_bias": "qkv_bias"} | _QWEN_EXPERTS | {"moe.shared_ffn": "shared_expert_intermediate_size"},
         {"moe.score": "softmax", "moe.shared_gate": True},
-        _QWEN_ABSENT,
+        _QWEN_ABSENT | {"num_experts_per_tok": 4},
         {"decoder_sparse_step": 1},
-        windows.QWEN2_MOE.told,
-        windows.QWEN2_MOE.heard,
+        told=windows.QWEN2_MOE.told,
+        heard=windows.QWEN2_MOE.heard,
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -147,8 +155,9 @@ FAMILIES: Mapping[str, Family] = {
             "moe.expert_bias": True,
             "moe.fused": True,
         },
-        {"head_dim": 64, "attention_bias": True, "swiglu_limit": 7.0},
+        {"head_dim": 64, "attention_bias": True, "swiglu_limit": 7.0, "num_experts_per_tok": 4, "rope_theta": 150000.0},
         {"swiglu_alpha": 1.702},
+        {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
         windows.GPT_OSS.told,
         windows.GPT_OSS.heard,
     ),
@@ -156,6 +165,7 @@ FAMILIES: Mapping[str, Family] = {
         "DeepseekV2ForCausalLM",
         _DEEPSEEK | {"mlp_bias": "mlp_bias"},
         {"moe.score": "softmax", "moe.normalise": False, "latent.interleaved": True},
+        _EPS,
         only={"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1},
         told=deepseek.told_of_v2,
         heard=deepseek.heard_of_v2,
@@ -169,6 +179,7 @@ FAMILIES: Mapping[str, Family] = {
             "mtp": "num_nextn_predict_layers",
         },
         {"moe.score": "sigmoid", "moe.correction": True},
+        _EPS | {"num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
         only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
         told=deepseek.told,
         heard=deepseek.heard,

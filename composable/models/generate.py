@@ -1,6 +1,7 @@
 """Sampling from a model: greedy, or drawn from the likeliest tokens; with a cache of keys and values, or without."""
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ class Sampling:
     """only the likeliest tokens whose probabilities together reach this are drawn from"""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature}: 0 takes the likeliest token, more draws more freely")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k}: a number of tokens; 0 draws from all")
@@ -33,9 +34,11 @@ class Sampling:
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
     """The next token [1] int64, from logits [V]; among equals the likeliest is the one with the lowest id."""
+    if logits.isnan().any():
+        raise ValueError("the model's logits are no numbers (NaN): its weights are broken, or its dtype is too narrow")
     if sampling.temperature == 0:
         return logits.argmax(keepdim=True)
-    scores, ids = (logits.double() / sampling.temperature).sort(descending=True, stable=True)
+    scores, ids = ((logits.double() - logits.max()) / sampling.temperature).sort(descending=True, stable=True)
     probabilities = scores.softmax(-1)
     if sampling.top_k:
         probabilities[sampling.top_k :] = 0

@@ -26,8 +26,8 @@ class Windows:
         out: dict[str, Any] = {}
         if self.switch:
             out["use_sliding_window"] = window is not None
-        if window or not self.switch:
-            out["sliding_window"] = window
+        if window or not self.switch:  # a width must be there also where no layer has one
+            out["sliding_window"] = window or (self.absent if self.pattern else None)
         if self.pattern is None or (self.switch and not window):
             return out
         chosen = [bool(config.window_of(layer)) for layer in range(config.layers)]

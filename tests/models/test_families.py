@@ -219,3 +219,67 @@ def test_experts_saved_here_are_the_same_model_in_transformers(name, tmp_path):
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     same_model(ours, theirs)
+
+
+ABSENT = {  # family -> keys that a trimmed file lacks, and `transformers` fills in
+    "llama": ("rms_norm_eps",),
+    "mistral": ("rms_norm_eps", "sliding_window"),
+    "qwen2": ("rms_norm_eps",),
+    "qwen3": ("rms_norm_eps",),
+    "mixtral": ("rms_norm_eps", "rope_theta", "num_experts_per_tok"),
+    "olmoe": ("rms_norm_eps", "num_experts_per_tok", "norm_topk_prob"),
+    "qwen2_moe": ("rms_norm_eps", "num_experts_per_tok", "norm_topk_prob"),
+    "qwen3_moe": ("rms_norm_eps", "num_experts_per_tok", "norm_topk_prob"),
+    "gpt_oss": ("rms_norm_eps", "num_experts_per_tok", "rope_theta", "rope_scaling", "swiglu_limit"),
+    "deepseek_v3": ("rms_norm_eps", "num_experts_per_tok", "routed_scaling_factor", "n_group", "topk_group"),
+}
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_a_trimmed_file_leaves_out_is_what_transformers_takes_it_for(name):
+    whole = AutoConfig.for_model(name).to_dict()
+    whole |= {"model_type": name}
+    text = {key: value for key, value in whole.items() if key not in (*ABSENT[name], "rope_parameters")}
+    theirs = AutoConfig.for_model(**text)
+    ours = from_hugging_face(text)
+    rope = theirs.rope_parameters
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.rope.theta == rope["rope_theta"]
+    assert ours.rope.scaling == ("none" if rope["rope_type"] == "default" else rope["rope_type"])
+    if ours.rope.scaling == "yarn":
+        assert (ours.rope.factor, ours.rope.truncate) == (rope["factor"], rope["truncate"])
+        assert ours.rope.original_length == rope["original_max_position_embeddings"]
+    if ours.moe is not None:
+        assert ours.moe.top_k == theirs.num_experts_per_tok
+    if name == "deepseek_v3":
+        moe = ours.moe
+        wanted = (theirs.routed_scaling_factor, theirs.n_group, theirs.topk_group)
+        assert (moe.scale, moe.groups, moe.groups_kept) == wanted
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": YARN}, "differ; leave one"),
+        ({"rope_parameters": {"full_attention": YARN, "sliding_attention": YARN}}, "layers all have the same one"),
+        ({"rope_scaling": "yarn"}, "layers all have the same one"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "without a factor"),
+        ({"is_causal": False}, "is_causal=False is not supported"),
+    ],
+)
+def test_rotary_embeddings_that_would_be_read_wrongly_are_refused(there, words):
+    text = {key: value for key, value in to_hugging_face(MODELS["qwen2"]).items() if not key.startswith("rope_sc")}
+    with pytest.raises(ValueError, match=words):
+        from_hugging_face(text | there)
+
+
+def test_the_length_before_the_stretch_may_stand_beside_it():
+    text = to_hugging_face(MODELS["qwen2"]) | {"max_position_embeddings": 1000}
+    stretched = {"rope_type": "yarn", "factor": 4.0}
+    assert from_hugging_face(text | {"rope_scaling": stretched}).rope.original_length == 1000
+    text |= {"original_max_position_embeddings": 250}
+    rope = from_hugging_face(text | {"rope_scaling": {"rope_type": "yarn"}}).rope
+    assert (rope.original_length, rope.factor) == (250, 4.0)

@@ -16,7 +16,7 @@ import transformers
 
 from composable.checkpoint import save
 from composable.checkpoint.formats import dcp as dcp_format
-from composable.checkpoint.formats import hugging_face, torch_file
+from composable.checkpoint.formats import hugging_face, meta, torch_file
 from composable.checkpoint.formats.recognise import open_source
 from composable.checkpoint.formats.source import narrowed, write
 from composable.checkpoint.listing import list_folder
@@ -234,6 +234,18 @@ def test_metas_parts_compute_what_transformers_computes(convert, tmp_path, parts
     for chunk in (8, 40, 200):  # rows of q and k come in another order, whatever the chunks
         write(hugging_face.target(open_source(str(folder)), 10**9), tmp_path / str(chunk), chunk)
         assert tensors(tmp_path / str(chunk)) == tensors(tmp_path / "c")
+
+
+@pytest.mark.parametrize(("told", "factor"), [({}, 32.0), ({"rope_scaling_factor": 16}, 16.0)])
+def test_the_small_models_of_llama_3_2_do_not_tell_by_what_they_were_stretched(
+    convert, tmp_path, monkeypatch, told, factor
+):
+    assert meta.WIDTHS_OF_3_2 == (2048, 3072)  # 1B and 3B, as published
+    monkeypatch.setattr(meta, "WIDTHS_OF_3_2", (16,))
+    folder = meta_parts(tmp_path / "m", llama(), 1, rope_theta=500000.0, use_scaled_rope=True, **told)
+    assert convert(folder, tmp_path / "c", "--to", "composable")[0] == 0
+    config = json.loads((tmp_path / "c" / "config.json").read_text())
+    assert (config.get("rope_scaling") or config["rope_parameters"])["factor"] == factor
 
 
 FAMILIES = {

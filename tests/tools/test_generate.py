@@ -8,14 +8,16 @@ import shutil
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from composable.checkpoint import save
+from composable.data.chat import question_encoder
 from composable.models.config import DecoderConfig
 from composable.models.families import to_hugging_face
 from composable.models.generate import Sampling, stream
 from composable.models.names import in_file
 from composable.moe.config import Capacity, MoEConfig
+from tests.data.test_chat import WITH_GENERATION, save_bpe
 from tests.models.test_decoder import built
 from tests.test_commands import ROOT
 
@@ -96,6 +98,41 @@ def test_a_folder_with_a_tokenizer_uses_it(generate, tmp_path):
     assert generate(folder, "--prompt", "a b", "--tokenizer", "byte")[0] == 2  # ids beyond the vocabulary
 
 
+def test_a_conversation_is_answered_as_its_template_writes_it_and_ends_where_chat_models_end(generate, tmp_path):
+    save_bpe(tmp_path / "tokenizer", WITH_GENERATION)
+    vocabulary = Tokenizer.from_file(str(tmp_path / "tokenizer/tokenizer.json")).get_vocab()
+    config = dataclasses.replace(CONFIG, vocab_size=1 + max(vocabulary.values()), max_length=256)
+    folder = saved(tmp_path / "model", config, "tokenizer.json")
+    shutil.copytree(tmp_path / "tokenizer", folder, dirs_exist_ok=True)
+    ask = question_encoder(str(folder), "tokenizer")
+    said = ask([{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hello?"}])
+    count, options = 30, ("--temperature", 0, "--tokens", 30, "--template", "tokenizer", "--system", "Be brief")
+    wanted = list(stream(built(config), torch.from_numpy(said), count, Sampling(0), context=256))
+    status, out, err = generate(folder, "--prompt", "Hello?", *options, "--ignore-eos")
+    assert status == 0
+    assert f"{len(said)} tokens read" in err
+    tokens = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert out.rstrip("\n") in tokens.decode(wanted)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [wanted[2], 10**6]}))
+    _, short, _ = generate(folder, "--prompt", "Hello?", *options)
+    assert len(short) < len(out)
+    assert generate(folder, "--prompt", "<|im_end|>", "--template", "tokenizer")[0] == 2
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_text_begins_as_its_tokenizer_begins_it(adds, generate, tmp_path):
+    folder = saved(tmp_path / "model", dataclasses.replace(CONFIG, vocab_size=4))
+    (folder / "train_state.json").unlink()
+    (folder / "manifest.json").unlink()
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<s>": 2, "c": 3}, "a"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    if adds:
+        words.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    words.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    assert f"{2 + adds} tokens read" in generate(folder, "--prompt", "a b", "--tokens", 2)[2]
+
+
 def on_ranks(*arguments):
     import contextlib
     import sys
@@ -125,6 +162,7 @@ BAD = {
     "no such file": (None, ["--prompt-file", "missing"], "missing"),
     "too long": (None, ["--prompt", "x" * 30, "--tokens", "40"], "the most is --tokens 34"),
     "no tokens": (None, ["--prompt", "x", "--tokens", "0"], "write at least one"),
+    "no conversation": (None, ["--prompt", "x", "--system", "y"], "--template"),
     "cold": (None, ["--prompt", "x", "--temperature", "-1"], "temperature=-1"),
     "broken": (lambda folder: (folder / "config.json").write_text("{"), ["--prompt", "x"], "no model's configuration"),
     "unknown": (lambda f: (f / "config.json").write_text('{"model_type": "gpt2"}'), ["--prompt", "x"], "gpt2"),

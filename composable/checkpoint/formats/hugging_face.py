@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from composable.checkpoint import folder as folders
 from composable.checkpoint.format import Stored, TensorSpec
 from composable.checkpoint.formats.source import Entry, Source, Target, check_dtypes, computed_entry, stored_entries
 from composable.checkpoint.formats.state_dict import arranged, leaves
@@ -50,6 +51,8 @@ def source_bin(folder: Path) -> Source:
     index = folder / BIN_INDEX
     try:
         weight_map = dict(json.loads(index.read_bytes())["weight_map"]) if index.is_file() else {}
+        for file in weight_map.values():
+            folders.check_inside(file)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{index} is not an index of files: {error!r}") from error
     files = sorted(set(weight_map.values())) or sorted(path.name for path in folder.glob(BIN))

@@ -44,6 +44,9 @@ _ENDS: Mapping[str, tuple[str, int | None]] = {
     "norm.weight": ("model.norm.weight", None),
 }
 _COMPUTED = ("rope.freqs",)
+# params.json of Llama 3.1 (factor 8) and of Llama 3.2 1B and 3B (factor 32: https://github.com/meta-llama/llama-models/
+# issues/241) do not tell the factor. These two are as wide as no model of 3.1.
+WIDTHS_OF_3_2 = (2048, 3072)
 _KNOWN = (  # keys of params.json that we read, or that have no say in what is computed
     *("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "rope_theta", "use_scaled_rope", "rope_scaling_factor"),
     *("vocab_size", "multiple_of", "ffn_dim_multiplier", "max_seq_len", "max_batch_size", "model_parallel_size"),
@@ -190,7 +193,7 @@ def _config(folder: Path, params: Mapping[str, Any], weights: Mapping[str, Entry
     newer = "rope_theta" in params and params["rope_theta"] > 10000
     scaling = {
         "rope_type": "llama3",
-        "factor": float(params.get("rope_scaling_factor", 8.0)),
+        "factor": float(params.get("rope_scaling_factor") or (32.0 if dim in WIDTHS_OF_3_2 else 8.0)),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,

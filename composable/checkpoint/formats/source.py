@@ -62,7 +62,7 @@ class Source:
         """The content of config.json, empty if there is none; ValueError if it is no JSON object."""
         try:
             return {**json.loads(self.small.get("config.json", b"{}"))}
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"config.json is no JSON object: {error}") from error
 
     def with_config(self, config: Mapping[str, Any]) -> Source:

@@ -39,6 +39,7 @@ NAMES: Mapping[str, str] = {"weights": "model.pt", "optimizer": "optimizer.pt"}
 OVERHEAD = 512  # bytes that a tensor takes in the archive beside its own: headers, alignment, its lines of the pickle
 RECORD = b"PK\x03\x04"  # of zip: what the file starts with
 DEEP = 8
+DEEPEST = 100  # of dictionaries: a pickle may hold one that holds itself
 
 
 def source(path: Path, *, weights_only: bool = False) -> Source:
@@ -120,6 +121,8 @@ class _Slice(io.RawIOBase):
 
 
 def _entries(values: object, folder: Path, name: str, start: int, end: int, depth: int = 0) -> object:
+    if depth > DEEPEST:
+        raise ValueError(f"{folder / name} holds dictionaries in dictionaries without an end; save a state dict")
     if isinstance(values, Mapping):
         return {key: _entries(value, folder, name, start, end, depth + 1) for key, value in values.items()}
     if isinstance(values, (list, tuple)) and depth < DEEP:
