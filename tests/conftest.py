@@ -1,3 +1,4 @@
+import functools
 import hashlib
 import os
 import subprocess
@@ -8,6 +9,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks share the m
 import pytest
 import torch
 
+from composable.recipe import Recipe
+from composable.verify import Numbers, record, reference_of
 from tests.pool import Pool
 
 torch.set_num_threads(1)
@@ -26,6 +29,17 @@ def pool():
 def ranks(pool):
     """`ranks(n, function, *args, **kwargs)` runs a module-level function on n ranks and gives the list of results."""
     return pool.run
+
+
+@pytest.fixture(scope="module")
+def reference(pool):
+    """`reference(recipe)` gives the numbers of two of its steps on one process; kept, as many layouts have the same."""
+
+    @functools.lru_cache
+    def run(recipe: Recipe) -> Numbers:
+        return pool.run(1, record, recipe, 2, 3)[0]
+
+    return lambda recipe: run(reference_of(recipe))
 
 
 def passed_before() -> Path:

@@ -1,7 +1,6 @@
 """A model of another library by the same laws: every layout has the numbers of one process, and of our own decoder."""
 
 import dataclasses
-import functools
 import json
 
 import pytest
@@ -24,7 +23,7 @@ from composable.parallel.foreign import foreign_architecture
 from composable.parallel.split import Stage
 from composable.recipe import Recipe, command_line
 from composable.train import build_model
-from composable.verify import Numbers, compare, micro_batch, record, reference_of
+from composable.verify import compare, micro_batch, record
 from recipes.bring_your_own import PLAN, RECIPE, call, llama
 from tests.test_commands import ROOT, run
 from tests.test_commands import TINY as SMALL
@@ -55,15 +54,6 @@ def eager(recipe: Recipe):
         dtype=recipe.torch_dtype,
         std=recipe.model.init_std,
     )
-
-
-@pytest.fixture(scope="module")
-def reference(pool):
-    @functools.lru_cache
-    def run(recipe: Recipe) -> Numbers:
-        return pool.run(1, record, recipe, 2, 3)[0]
-
-    return lambda recipe: run(reference_of(recipe))
 
 
 LAYOUTS = {

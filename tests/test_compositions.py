@@ -12,7 +12,7 @@ from composable.models.config import DecoderConfig
 from composable.parallel.config import Parallel, Pipeline
 from composable.parallel.split import V_SCHEDULES
 from composable.recipe import Recipe
-from composable.verify import Numbers, compare, record, reference_of
+from composable.verify import compare, record
 from tests.covering import Row, combinations, covering
 from tests.parity import ADAMW
 
@@ -99,15 +99,6 @@ def recipe_of(row: Row) -> Recipe:
         data=data,
         optimizer=ADAMW,
     )
-
-
-@pytest.fixture(scope="module")
-def reference(pool):
-    @functools.lru_cache
-    def run(recipe: Recipe) -> Numbers:
-        return pool.run(1, record, recipe, 2, 3)[0]
-
-    return lambda recipe: run(reference_of(recipe))
 
 
 def pytest_generate_tests(metafunc) -> None:

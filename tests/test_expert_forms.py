@@ -1,13 +1,12 @@
 """Biased, clamped and fused experts have the numbers of one process with every parallelism, in float64."""
 
 import dataclasses
-import functools
 
 import pytest
 
 from composable.moe.config import Balance, Capacity, MoEConfig, gpt_oss
 from composable.recipe import Recipe
-from composable.verify import Numbers, compare, record, reference_of
+from composable.verify import compare, record
 from tests import test_compositions as dense
 from tests import test_experts as experts
 
@@ -38,15 +37,6 @@ def recipe_of(row: dict) -> Recipe:
     """The recipe of other experts, with these."""
     recipe = experts.recipe_of(ONE | row | {"kind": "no aux"})
     return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, moe=KINDS[row["kind"]]))
-
-
-@pytest.fixture(scope="module")
-def reference(pool):
-    @functools.lru_cache
-    def run(recipe: Recipe) -> Numbers:
-        return pool.run(1, record, recipe, 2, 3)[0]
-
-    return lambda recipe: run(reference_of(recipe))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: dense.name(ONE | row))

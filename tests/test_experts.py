@@ -9,7 +9,7 @@ import pytest
 
 from composable.moe.config import Balance, Capacity, Exploration, MoEConfig
 from composable.recipe import Recipe
-from composable.verify import Numbers, compare, record, reference_of
+from composable.verify import Numbers, compare, record
 from tests import test_compositions as dense
 from tests.covering import Row, covering
 
@@ -66,15 +66,6 @@ def recipe_of(row: Row) -> Recipe:
     model = dataclasses.replace(recipe.model, moe=KINDS[row["kind"]], qk_norm=True)
     mesh = dataclasses.replace(recipe.mesh, ep=row["ep"], etp=row["etp"])
     return dataclasses.replace(recipe, model=model, mesh=mesh)
-
-
-@pytest.fixture(scope="module")
-def reference(pool):
-    @functools.lru_cache
-    def run(recipe: Recipe) -> Numbers:
-        return pool.run(1, record, recipe, 2, 3)[0]
-
-    return lambda recipe: run(reference_of(recipe))
 
 
 def check(recipe: Recipe, ranks, reference) -> None:

@@ -1,7 +1,6 @@
 """Windows, sinks, post-norm and a norm over all heads have, in every layout, the numbers of one process in float64."""
 
 import dataclasses
-import functools
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from composable.models.decoder import Decoder
 from composable.parallel.for_ranks import Layout, held_boxes
 from composable.recipe import Recipe, command_line
 from composable.train import build_model
-from composable.verify import Numbers, compare, record, reference_of, shrink
+from composable.verify import compare, record, shrink
 from tests import test_compositions as dense
 from tests.covering import Row
 
@@ -42,15 +41,6 @@ def recipe_of(form: dict, row: Row) -> Recipe:
     """The recipe of dense compositions, with the form."""
     recipe = dense.recipe_of(ONE | row)
     return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, **form))
-
-
-@pytest.fixture(scope="module")
-def reference(pool):
-    @functools.lru_cache
-    def run(recipe: Recipe) -> Numbers:
-        return pool.run(1, record, recipe, 2, 3)[0]
-
-    return lambda recipe: run(reference_of(recipe))
 
 
 @pytest.mark.parametrize("name", ROWS)

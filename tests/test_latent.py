@@ -1,7 +1,6 @@
 """Latent attention with every parallelism has the numbers of one process, in float64."""
 
 import dataclasses
-import functools
 import json
 
 import pytest
@@ -18,7 +17,7 @@ from composable.parallel.for_ranks import Layout, held_boxes
 from composable.parallel.tensor import check_tensor
 from composable.recipe import CheckpointConfig, Recipe
 from composable.train import build_model, train
-from composable.verify import Numbers, compare, record, reference_of, shrink
+from composable.verify import compare, record, shrink
 from tests import test_compositions as dense
 from tests.covering import Row
 from tests.test_train import recipe_of as run_of
@@ -47,15 +46,6 @@ def recipe_of(row: Row) -> Recipe:
     model = dataclasses.replace(recipe.model, heads=8, kv_heads=8, head_dim=8, rope=ROPE, **KINDS[row["kind"]])
     mesh = dataclasses.replace(recipe.mesh, ep=row["ep"], etp=row["etp"])
     return dataclasses.replace(recipe, model=model, mesh=mesh)
-
-
-@pytest.fixture(scope="module")
-def reference(pool):
-    @functools.lru_cache
-    def run(recipe: Recipe) -> Numbers:
-        return pool.run(1, record, recipe, 2, 3)[0]
-
-    return lambda recipe: run(reference_of(recipe))
 
 
 SMALL = [
