@@ -28,9 +28,10 @@ from composable.mesh import distributed
 from composable.models.count import flops_per_token
 from composable.optim.optimizers import build_optimizer
 from composable.recipe import Recipe, command_line, recipe_of
+from composable.report import device_peak
 from composable.state import Corpus
 from composable.step import train_step
-from composable.train import build_model, device_peak
+from composable.train import build_model
 
 
 @dataclass(frozen=True)
