@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args, get_type_hints
 
 from composable.models.config import DecoderConfig, RopeConfig
-from composable.models.family_table import ALSO, FAMILIES, PARTS, ROPE, SAME, THROUGH, Family
+from composable.models.family_table import ALSO, FAMILIES, OTHER, PARTS, ROPE, SAME, THROUGH, Family
 from composable.moe.config import MoEConfig
 
 OWN = "composable"
@@ -56,10 +56,20 @@ def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
     if name == OWN:
         return _built(DecoderConfig, config[OWN])
     if name not in FAMILIES:
+        others = sorted(config.keys() - known_keys())
+        has = f"; no family here has its {', '.join(others)}" if others else ""
         raise ValueError(
-            f"config.json: model_type {name!r} is not supported; supported are {', '.join([*FAMILIES, OWN])}"
+            f"config.json: model_type {name!r} is not supported; supported are {', '.join([*FAMILIES, OWN])}{has}"
         )
     return _read(config, FAMILIES[name])
+
+
+def known_keys() -> set[str]:
+    """Keys of config.json that some family is read from, or that have no say in what is computed."""
+    tables = [SAME, *(family.keys for family in FAMILIES.values())]
+    read = {theirs for table in tables for theirs in table.values()}
+    read |= {theirs for family in FAMILIES.values() for table in (family.absent, family.only) for theirs in table}
+    return read | {*ALSO.values(), "hidden_act", "is_causal"} | OTHER
 
 
 def computed(config: DecoderConfig) -> DecoderConfig:
@@ -130,9 +140,14 @@ def _unscaled(family: Family) -> dict[str, str] | None:
 
 
 def _read(config: Mapping[str, Any], family: Family) -> DecoderConfig:
-    for theirs, only in ({"hidden_act": "silu", "is_causal": True} | dict(family.only)).items():
-        if config.get(theirs, only) not in (only, None):
-            raise ValueError(f"config.json: {theirs}={config[theirs]!r} is not supported; supported is {only!r}")
+    wanted = {"hidden_act": "silu", "is_causal": True} | dict(family.only)
+    others = [
+        f"{theirs}={config[theirs]!r} is not supported; supported is {only!r}"
+        for theirs, only in wanted.items()
+        if config.get(theirs, only) not in (only, None)
+    ]
+    if others:
+        raise ValueError(f"config.json: {'; '.join(others)}")
     flat_values = dict(family.fixed)
     for ours, theirs in {**SAME, **family.keys}.items():
         value = config.get(theirs, config.get(ALSO.get(theirs, "")))

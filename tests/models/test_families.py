@@ -257,6 +257,20 @@ def test_what_a_trimmed_file_leaves_out_is_what_transformers_takes_it_for(name):
         assert (moe.scale, moe.groups, moe.groups_kept) == wanted
 
 
+def test_a_model_that_is_not_supported_is_refused_with_all_that_it_has():
+    text = to_hugging_face(MODELS["llama"]) | {"hidden_act": "gelu", "is_causal": False}
+    with pytest.raises(ValueError, match=r"hidden_act='gelu' is not supported.*is_causal=False is not supported"):
+        from_hugging_face(text)
+    gemma = AutoConfig.for_model("gemma2").to_dict()
+    with pytest.raises(
+        ValueError, match=r"'gemma2' is not.*no family here has its .*final_logit_softcapping"
+    ) as caught:
+        from_hugging_face(gemma)
+    has = str(caught.value).partition("no family here has its ")[2].split(", ")
+    assert "query_pre_attn_scalar" in has
+    assert not {"hidden_size", "rms_norm_eps", "vocab_size", "head_dim", "use_cache", "id2label"} & set(has)
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
