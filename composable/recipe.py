@@ -1,11 +1,12 @@
 """A recipe: everything that a run is, as one frozen value with a command line over it."""
 
+import argparse
 import dataclasses
 import json
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +19,7 @@ from composable.checkpoint.remote import as_folder, is_url
 from composable.data.loader import DataConfig, accumulation
 from composable.mesh import Mesh
 from composable.models.config import DecoderConfig
+from composable.models.families import from_hugging_face
 from composable.models.upcycle import check_upcycle
 from composable.observe.routing import RoutingWatch
 from composable.optim import schedules
@@ -98,6 +100,8 @@ class Recipe:
     """of parameters and computation; float64 is for proofs"""
     init_from: str = ""
     """checkpoint or Hugging Face folder whose weights the run starts from, with a fresh optimizer; may be a URL"""
+    init_model: bool = False
+    """the model is what config.json of init_from says, in place of this recipe's; options of model. change that one"""
     init_missing: tuple[str, ...] = ()
     """names of weights, or patterns such as *.q_norm.weight, that init_from may lack: they keep their initial values"""
     init_dequantise: bool = False
@@ -258,6 +262,30 @@ def recipe_of(script: Path) -> Recipe:
     return recipe
 
 
+def with_init_model(recipe: Recipe, words: Sequence[str]) -> Recipe:
+    """The recipe with the model of `init_from`, if `init_model` is asked for: before options of the model are read.
+
+    Where both have experts, the recipe's options of their training stay.
+
+    Raises:
+        ValueError: there is no such folder, or its model is not supported.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--init-from", "--init_from", default=recipe.init_from)
+    parser.add_argument("--init-model", "--init_model", action="store_true", default=recipe.init_model)
+    told, _ = parser.parse_known_args(words)
+    if not told.init_model:
+        return recipe
+    path = as_folder(told.init_from) / "config.json"
+    if not told.init_from or not path.is_file():
+        raise ValueError(f"init_model takes the model of init_from, and {path} is not there; give --init-from FOLDER")
+    model, experts = from_hugging_face(json.loads(path.read_bytes())), recipe.model.moe
+    if model.moe is not None and experts is not None:
+        options = {name: getattr(experts, name) for name in ("balance", "capacity", "exploration", "dispatcher")}
+        model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, **options))
+    return dataclasses.replace(recipe, model=model)
+
+
 def command_line(recipe: Recipe, args: list[str] | None = None) -> Recipe:
     """The recipe with the options of the command line over it: every field is one.
 
@@ -269,7 +297,7 @@ def command_line(recipe: Recipe, args: list[str] | None = None) -> Recipe:
         raise SystemExit(0)  # once is enough
     return tyro.cli(
         Recipe,
-        default=recipe,
+        default=with_init_model(recipe, words),
         args=args,
         description=f"Train {recipe.name}; start it with torchrun.",
         config=(tyro.conf.AvoidSubcommands,),

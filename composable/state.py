@@ -231,7 +231,7 @@ def changes_of_course(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     """Fields that change what a resumed run computes from here on: each as it was and is."""
     free = (
         *("mesh", "parallel", "pipeline", "checkpoint", "observe", "validation", "out", "model", "name"),
-        *("init_from", "init_missing", "init_dequantise"),
+        *("init_from", "init_missing", "init_model", "init_dequantise"),
     )
     before, found = flat(was), []
     for key, value in flat(now).items():

@@ -13,11 +13,11 @@ from composable.checkpoint.remote import as_folder
 from composable.checkpoint.shards import pieces_of
 from composable.mesh import Mesh
 from composable.models.decoder import Decoder
-from composable.models.families import to_hugging_face
+from composable.models.families import differences, to_hugging_face
 from composable.models.names import in_file
 from composable.moe.config import MoEConfig
 from composable.optim.schedules import ScheduleConfig
-from composable.recipe import CheckpointConfig
+from composable.recipe import CheckpointConfig, command_line
 from composable.start import start_from
 from composable.state import checkpoints_of
 from composable.train import build_model, train
@@ -190,3 +190,31 @@ def test_a_run_whose_checkpoints_lie_at_a_url_goes_on_from_there_and_starts_othe
     assert ranks(2, trained, source)[0].step == 1
     with pytest.raises(RankError, match=r"checkpoint\.writer=per_rank"):
         ranks(2, trained, recipe("third", 1, checkpoint=dataclasses.replace(checkpoint, writer="shared")))
+
+
+def trained_as_told(words):
+    """The model that a recipe of another one trains, and the family under which it is saved."""
+    recipe = command_line(recipe_of(words["data"], words["out"], steps=2), words["options"])
+    train(recipe)
+    told = json.loads((latest(checkpoints_of(recipe)) / "config.json").read_text())
+    return recipe.model, told["model_type"]
+
+
+@pytest.mark.parametrize("config", [QWEN, EXPERTS], ids=["dense", "experts"])
+def test_any_recipe_trains_the_model_of_the_folder_when_told_to(config, ranks, text, tmp_path):  # noqa: F811
+    other = dataclasses.replace(config, layers=3, ffn=20)
+    publish(tmp_path / "published", other)
+    options = ["--init-from", str(tmp_path / "published"), "--init-model", "--model.max-length", "77"]
+    options += [] if config.moe is None else ["--model.moe.balance.switch", "0.5"]
+    words = {"data": text, "out": tmp_path / "run", "options": options}
+    model, family = ranks(2, trained_as_told, words)[0]
+    assert (model.layers, model.max_length) == (3, 77)
+    assert differences(model, other) == []
+    assert family == {True: "qwen2", False: "qwen3_moe"}[config.moe is None]
+    assert config.moe is None or model.moe.balance.switch == 0.5
+
+
+def test_a_model_cannot_be_taken_from_nowhere(tmp_path):
+    for options in (["--init-model"], ["--init-model", "--init-from", str(tmp_path / "absent")]):
+        with pytest.raises(ValueError, match=r"config.json is not there; give --init-from"):
+            command_line(recipe_of("", tmp_path), options)
