@@ -6,6 +6,7 @@ which versions its result was compared with torch's own behaviour.
 
 from __future__ import annotations
 
+import enum
 import importlib
 import pickle
 import sys
@@ -153,6 +154,8 @@ def read_dcp_metadata(path: Path) -> Metadata:
         def find_class(self, module: str, name: str) -> Any:
             if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
                 return found
+            if (module, name) == ("builtins", "getattr"):  # how Python before 3.11.4 writes a member of an enumeration
+                return _member
             if name not in _DCP_CLASSES.get(module, ()):
                 raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of such metadata")
             return getattr(importlib.import_module(module), name)
@@ -162,6 +165,12 @@ def read_dcp_metadata(path: Path) -> Metadata:
     if not isinstance(found, Metadata):
         raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
     return found
+
+
+def _member(kind: type, name: str) -> Any:
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        raise pickle.UnpicklingError(f"it asks for {name} of {kind}, which is no part of such metadata")
+    return kind[name]
 
 
 _DCP_CLASSES = {
