@@ -119,13 +119,14 @@ def check_same_model(folder: Folder, model: DecoderConfig, missing: Iterable[str
     if not (folder / "config.json").is_file():
         return
     theirs = from_hugging_face(json.loads((folder / "config.json").read_text()))
-    added: dict[str, Any] = {name: True for name in ADDED if getattr(model, name)}
+    added: dict[str, Any] = {name: True for name in ADDED if getattr(model, name) and model.latent == theirs.latent}
     grown = dataclasses.replace(theirs, **added)
     if grown.moe is not None and model.moe is not None:
         more: dict[str, Any] = {name: True for name in ADDED_TO_ROUTER if getattr(model.moe, name)}
         grown = dataclasses.replace(grown, moe=dataclasses.replace(grown.moe, **more))
     if different := differences(grown if missing else theirs, model):
-        hint = "" if missing or differences(grown, model) else "; name the weights that this adds as --init-missing"
+        adds = not missing and not differences(grown, model)
+        hint = "; name the weights that this adds as --init-missing" if adds else "; --init-model trains that one"
         raise ValueError(f"init_from={folder} is another model: {'; '.join(different)}{hint}")
 
 

@@ -30,7 +30,7 @@ from composable.optim.optimizers import optimizer_tensors
 from composable.parallel.compose import Composed
 from composable.parallel.tied import copy_tied_weight
 from composable.recipe import Recipe
-from composable.start import start_from
+from composable.start import check_same_model, start_from
 from composable.step import StepResult
 
 STATE = "train_state.json"
@@ -166,8 +166,9 @@ def save_checkpoint(
 
 
 def borders(tokens: Tokens) -> dict[str, int]:
-    """The ids that begin and end a text, as config.json names them."""
-    pairs = {"bos_token_id": tokens.bos, "eos_token_id": tokens.eos}
+    """The ids that end a text and, where texts begin with one, that begin it, as config.json names them."""
+    begins = tokens.bos is not None and len(tokens) > 0 and int(tokens.tokens[0]) == tokens.bos
+    pairs = {"bos_token_id": tokens.bos if begins else None, "eos_token_id": tokens.eos}
     return {name: token for name, token in pairs.items() if token is not None}
 
 
@@ -185,8 +186,45 @@ def tokenizer_files(tokens: Tokens) -> dict[str, bytes]:
     folder = path if path.is_dir() else path.parent
     if tokenizer in ("", "byte") or not path.exists() or not (folder / "tokenizer.json").is_file():
         return {}
-    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+    names = (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "generation_config.json",
+        "chat_template.jinja",
+    )
     return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+
+
+def starting_point(recipe: Recipe, corpus: Corpus) -> Folder | None:
+    """The run's newest complete checkpoint, None if there is none; collective, and quick: no tensor is read.
+
+    Raises:
+        ValueError: the checkpoint belongs to another model or another data order, `checkpoint.resume` forbids what is
+            there, or `init_from` holds another model.
+    """
+    root = checkpoints_of(recipe)
+    found = together(None, lambda: str(latest(root) or "") if dist.get_rank() == 0 else "")[0]
+    how = recipe.checkpoint.resume
+    if found and how == "never":
+        raise ValueError(f"checkpoint.resume=never, and {found} is a complete checkpoint; choose another --out")
+    if found:
+        folder = as_folder(found)
+        facts = together(None, lambda: json.loads((folder / STATE).read_text()))[dist.get_rank()]
+        check_same_run(folder, facts, recipe, corpus)
+        return folder
+    if how == "must":
+        raise ValueError(f"checkpoint.resume=must, and {root} holds no complete checkpoint; check --out")
+    if recipe.init_from:
+        source = as_folder(recipe.init_from)
+        if not all(together(None, source.is_dir)):
+            raise ValueError(
+                f"init_from={recipe.init_from} is not a folder (on one rank at least); give a checkpoint or "
+                "Hugging Face folder that all ranks see"
+            )
+        if recipe.model.moe is None or not recipe.model.moe.upcycle:
+            together(None, lambda: check_same_model(source, recipe.model, recipe.init_missing))
+    return None
 
 
 def resume(
@@ -198,28 +236,12 @@ def resume(
         the counters of the checkpoint, those of a new run if there is none; and what the recipe changes in a run.
 
     Raises:
-        ValueError: the checkpoint belongs to another model or another data order, or `checkpoint.resume` forbids it.
+        ValueError: what `starting_point`, `start_from` or `load` refuse.
     """
-    root = checkpoints_of(recipe)
-    found = together(None, lambda: str(latest(root) or "") if dist.get_rank() == 0 else "")[0]
-    how = recipe.checkpoint.resume
-    if not found:
-        if how == "must":
-            raise ValueError(f"checkpoint.resume=must, and {root} holds no complete checkpoint; check --out")
-        if recipe.init_from:
-            source = as_folder(recipe.init_from)
-            if not all(together(None, source.is_dir)):
-                raise ValueError(
-                    f"init_from={recipe.init_from} is not a folder (on one rank at least); give a checkpoint or "
-                    "Hugging Face folder that all ranks see"
-                )
-            return TrainState(), start_from(source, recipe, model)
-        return TrainState(), []
-    if how == "never":
-        raise ValueError(f"checkpoint.resume=never, and {found} is a complete checkpoint; choose another --out")
-    folder = as_folder(found)
+    folder = starting_point(recipe, corpus)
+    if folder is None:
+        return TrainState(), start_from(as_folder(recipe.init_from), recipe, model) if recipe.init_from else []
     facts = together(None, lambda: json.loads((folder / STATE).read_text()))[dist.get_rank()]
-    check_same_run(folder, facts, recipe, corpus)
     weights, moments = saved_tensors(recipe, model, optimizer)
     load(folder, weights, moments, verify=recipe.checkpoint.verify)
     copy_tied_weight(model.parts)

@@ -41,6 +41,7 @@ from composable.state import (
     resume,
     save_checkpoint,
     saved_tensors,
+    starting_point,
 )
 from composable.step import NonFinite, evaluate, train_step
 
@@ -82,6 +83,7 @@ def train(recipe: Recipe) -> TrainState:
             claim_folder(stack, root)
         rank = dist.get_rank()
         corpus = Corpus.open(recipe.data, recipe.model.vocab_size)
+        starting_point(recipe, corpus)  # what is wrong with it is said before a large model is built
         model = build_model(recipe, device)
         optimizer = build_optimizer(model.parts, recipe.optimizer, only=model.named)
         start, changes = resume(recipe, model, optimizer, corpus)

@@ -3,14 +3,18 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from torch.distributed.tensor import DTensor
 
-from composable.checkpoint import latest
+from composable import train as train_module
+from composable.checkpoint import latest, save
+from composable.checkpoint.listing import list_folder
 from composable.checkpoint.remote import as_folder
 from composable.checkpoint.shards import pieces_of
+from composable.data.tokens import Tokens
 from composable.mesh import Mesh
 from composable.models.decoder import Decoder
 from composable.models.families import differences, to_hugging_face
@@ -19,7 +23,7 @@ from composable.moe.config import MoEConfig
 from composable.optim.schedules import ScheduleConfig
 from composable.recipe import CheckpointConfig, command_line
 from composable.start import start_from
-from composable.state import checkpoints_of
+from composable.state import borders, checkpoints_of
 from composable.train import build_model, train
 from tests.checkpoint import object_store  # noqa: F401  (its protocol)
 from tests.pool import RankError
@@ -218,3 +222,42 @@ def test_a_model_cannot_be_taken_from_nowhere(tmp_path):
     for options in (["--init-model"], ["--init-model", "--init-from", str(tmp_path / "absent")]):
         with pytest.raises(ValueError, match=r"config.json is not there; give --init-from"):
             command_line(recipe_of("", tmp_path), options)
+
+
+def refused_before_it_is_built(data, folder, source, build):
+    """The error of a start from another model, where no model can be built."""
+    train_module.build_model = build
+    try:
+        train(recipe_of(data, folder, init_from=str(source)))
+    except ValueError as error:
+        return str(error)
+    finally:
+        train_module.build_model = build_model
+
+
+def never(*arguments):
+    raise AssertionError("a model was built")
+
+
+def test_another_model_is_refused_before_one_is_built(ranks, text, tmp_path):  # noqa: F811
+    publish(tmp_path / "published", dataclasses.replace(QWEN, layers=3))
+    said = ranks(1, refused_before_it_is_built, text, tmp_path / "run", tmp_path / "published", never)[0]
+    assert "model.layers is 3 there and 2 here" in said
+    assert "--init-model trains that one" in said
+
+
+def test_what_was_meant_by_a_folder_without_weights_is_said(tmp_path):
+    save(tmp_path / "run/checkpoints/step-00000005", {"w": torch.ones(2)}, {}, {})
+    with pytest.raises(FileNotFoundError, match=r"the newest checkpoint below it is .*step-00000005"):
+        list_folder(tmp_path / "run", ["weights"])
+    (tmp_path / "torch").mkdir()
+    torch.save({}, tmp_path / "torch/model.pt")
+    with pytest.raises(FileNotFoundError, match=r"tools/convert.py --to composable makes"):
+        list_folder(tmp_path / "torch", ["weights"])
+
+
+def test_config_tells_of_a_beginning_only_where_texts_have_it():
+    tokens = np.array([7, 1, 2, 7, 3], np.uint8)
+    offsets = np.array([0, 3, 5])
+    assert borders(Tokens(tokens, offsets, 9, eos=2, bos=7)) == {"bos_token_id": 7, "eos_token_id": 2}
+    assert borders(Tokens(tokens[1:], np.array([0, 2, 4]), 9, eos=2, bos=7)) == {"eos_token_id": 2}

@@ -54,7 +54,7 @@ class Args:
     dst: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
     """The folder to write: a new or an empty one."""
     to: Literal["composable", "dcp", "torch"]
-    """The format to write."""
+    """The format to write; composable is a Hugging Face folder."""
     dtype: Dtype = ""
     """Cast floating-point weights to this, also where that loses values; the optimizer's state stays as it is."""
     dequantise: Dtype = ""

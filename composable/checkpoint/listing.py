@@ -63,7 +63,9 @@ def _list_section(folder: Folder, subfolder: str, prefix: str) -> dict[str, Stor
     if not files and (not index or not subfolder):
         if subfolder:
             return {}
-        raise FileNotFoundError(f"{folder} holds no safetensors files" + (f" that {index} names" if index else ""))
+        raise FileNotFoundError(
+            f"{folder} holds no safetensors files" + (f" that {index} names" if index else "") + _instead(folder)
+        )
     places: dict[str, Place] = {}
     for file in files:
         if not (base / file).is_file():
@@ -78,6 +80,15 @@ def _list_section(folder: Folder, subfolder: str, prefix: str) -> dict[str, Stor
         if name not in places or places[name].file != os.path.join(subfolder, file):
             raise ValueError(f"{index} says that {name} is in {file}, it is not; write the index anew or remove it")
     return _assembled(base, places.values())
+
+
+def _instead(folder: Folder) -> str:
+    """What may have been meant by a folder without safetensors files."""
+    if newest := next((found for run in (folder / "checkpoints", folder) if (found := folders.latest(run))), None):
+        return f"; the newest checkpoint below it is {newest}"
+    if any(path.name == ".metadata" or path.name.endswith((".pt", ".pth", ".bin")) for path in folder.iterdir()):
+        return "; tools/convert.py --to composable makes some of DCP, torch.save and Meta's files"
+    return ""
 
 
 def _once(places: Iterable[Place]) -> Iterable[Place]:

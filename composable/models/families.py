@@ -97,9 +97,12 @@ def computed(config: DecoderConfig) -> DecoderConfig:
 
 def differences(there: DecoderConfig, here: DecoderConfig) -> list[str]:
     """What makes two models different functions of their weights: each field as it is there and here."""
-    was, now = (flat(dataclasses.asdict(computed(config))) for config in (there, here))
+    one = [part for part in PARTS if (getattr(there, part) is None) != (getattr(here, part) is None)]
+    only = [f"model.{part} is {'here' if getattr(there, part) is None else 'there'} alone" for part in one]
+    plain = (dataclasses.asdict(computed(config)) for config in (there, here))
+    was, now = (flat({name: value for name, value in fields.items() if name not in one}) for fields in plain)
     fields = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-    return [f"model.{name} is {was.get(name)} there and {now.get(name)} here" for name in fields]
+    return only + [f"model.{name} is {was.get(name)} there and {now.get(name)} here" for name in fields]
 
 
 def _holds(family: Family, plain: DecoderConfig) -> bool:

@@ -141,6 +141,13 @@ def test_differences_name_what_changes_the_outputs_alone():
     )
 
 
+def test_a_part_that_one_of_two_models_lacks_is_one_difference():
+    dense = MODELS["llama"]
+    sparse = replace(dense, moe=EXPERTS["mixtral"].moe, dim=32)
+    assert differences(sparse, dense)[:2] == ["model.moe is there alone", f"model.dim is 32 there and {dense.dim} here"]
+    assert differences(dense, sparse)[0] == "model.moe is here alone"
+
+
 THEIRS = dict(
     vocab_size=64,
     hidden_size=16,
