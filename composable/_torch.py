@@ -6,10 +6,13 @@ which versions its result was compared with torch's own behaviour.
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import functools
 import importlib
 import pickle
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.tensor.debug as dtensor_debug
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -129,6 +133,105 @@ def fake_tensor_mode() -> AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
+
+
+class DispatchMode(TorchDispatchMode):
+    """What sees every operator that reaches a kernel; not for what is compiled.
+
+    torch documents it ("Extending PyTorch"), but in a private module. By default each call goes through a wrapper that
+    keeps the compiler out, which costs as much as what is done in it. Checked on torch 2.13.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+@functools.cache
+def _fake_type() -> type:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor was made under `fake_tensor_mode`. Checked on torch 2.13."""
+    return isinstance(tensor, _fake_type())
+
+
+def device_of(tensor: Any) -> torch.device:
+    """A tensor's device; that of a fake one without the operator that `device` is to it. Checked on torch 2.13."""
+    device: torch.device = tensor.fake_device if is_fake(tensor) else tensor.device
+    return device
+
+
+def asks_device(func: Any) -> bool:
+    """Whether an operator does nothing but give the device of a fake tensor. Checked on torch 2.13."""
+    return func is torch.ops.prim.device.default
+
+
+def fake_copy(mode: Any, tensor: Tensor) -> Tensor:
+    """A fake tensor of `mode` (a `fake_tensor_mode`) like a real one, the same each time. Checked on torch 2.13."""
+    fake: Tensor = mode.from_tensor(tensor)
+    return fake
+
+
+def run_fake(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """An operator on fake tensors of `mode`: what it does itself when it is entered, in half the time.
+
+    For dispatch modes, within which no mode is active. Checked on torch 2.13.
+    """
+    return mode.dispatch(func, types, args, kwargs)
+
+
+def infers_shapes() -> bool:
+    """Whether torch itself runs operators on fake tensors now, as DTensor does to learn shapes: nothing is computed.
+
+    Dispatch modes see these operators too. Checked on torch 2.13.
+    """
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass in this thread. Checked on torch 2.13."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def group_of(argument: Any) -> dist.ProcessGroup | None:
+    """The process group that an argument of an operator of the namespace `c10d` is; None if it is something else.
+
+    It is what `dist.new_group` gave, so that `dist.get_process_group_ranks` takes it. Checked on torch 2.13.
+    """
+    if not isinstance(argument, torch.ScriptObject):
+        return None
+    try:
+        return dist.ProcessGroup.unbox(argument)
+    except RuntimeError:  # another object, such as the reduction
+        return None
+
+
+def finished_work() -> Any:
+    """What an operator of the namespace `c10d` gives to be waited for, done already. Checked on torch 2.13."""
+    from torch._C._distributed_c10d import FakeWork
+
+    return FakeWork().boxed()
+
+
+@contextlib.contextmanager
+def fake_process_group(rank: int, world: int) -> Iterator[None]:
+    """A default process group of `world` ranks of which this process is one and the others do not exist.
+
+    Groups and meshes are made over it as over a real one; what is received is never written. torch keeps it with its
+    test helpers. Checked on torch 2.13.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        forget_process_groups()
 
 
 def offset_in_file(tensor: Tensor) -> int:

@@ -15,7 +15,7 @@ from composable.moe.config import MoEConfig
 from composable.moe.dispatch import ExpertRanks
 from composable.moe.experts import Experts
 from composable.moe.noise import Draw
-from composable.moe.router import Routing, count, explore, jittered, route
+from composable.moe.router import Router, Routing, count, explore, jittered, route
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,7 @@ class MoE(nn.Module):
             )
         self.config = config
         self.layer = layer
+        self.route: Router = route
         self.gate = Gate(dim, config)
         self.experts = Experts(
             config.experts,
@@ -165,7 +166,7 @@ class MoE(nn.Module):
         bias = self.gate.e_score_correction_bias
         draw = self._draw(info)
         logits = explore(self.gate(jittered(flat, self.config, draw)), self.config, draw)  # [T, E]
-        chosen = route(logits, self.config, bias)
+        chosen = self.route(logits, self.config, bias)
         index, mask = (None if value is None else value.flatten() for value in (info.index, info.mask))
         routing = limit(chosen, logits, self.config, index=index, mask=mask, bias=bias, group=batch_group)
         shared = self._shared(x, side)

@@ -1,5 +1,6 @@
 """Which experts a token goes to, and with which weights."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,10 @@ class Routing:
     """[T, K] float32 or wider; 0 where dropped"""
     counts: Tensor
     """[E] int64: choices of each expert"""
+
+
+Router = Callable[[Tensor, MoEConfig, Tensor | None], Routing]
+"""(logits [T, E], config, bias [E] or None) -> where the tokens go"""
 
 
 def route(logits: Tensor, config: MoEConfig, bias: Tensor | None = None) -> Routing:
