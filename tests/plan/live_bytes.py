@@ -5,17 +5,20 @@ storage until that is freed or changes its size. Counted are the bytes of all di
 not counted is what no operator gives: scratch memory within one kernel, gloo's own buffers, Python.
 """
 
+import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+import composable.moe.experts
+from composable._torch import DispatchMode
 from composable.data.loader import accumulation
+from composable.moe.layer import MoE
 from composable.optim.local import local
 from composable.optim.optimizers import build_optimizer
 from composable.recipe import Recipe
@@ -24,17 +27,15 @@ from composable.train import build_model
 from composable.verify import micro_batch
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(DispatchMode):
     """Counts while it is entered; `peak` is the most at once since `restart`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes: dict[int, tuple[int, str]] = {}
-        """id of a storage -> its bytes, and what made it"""
+        self.sizes: dict[int, int] = {}
+        """id of a storage -> its bytes"""
         self.watched: dict[int, weakref.ref] = {}
         self.now = self.peak = 0
-        self.at_peak: list[tuple[int, str]] = []
-        self.tables = False
 
     def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -42,33 +43,29 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for each in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(each, Tensor) and each.device.type != "meta":
-                self.see(each.untyped_storage(), f"{func} {tuple(each.shape)} {each.dtype}")
+                self.see(each.untyped_storage())
         return out
 
-    def see(self, storage: torch.UntypedStorage, what: str) -> None:
+    def see(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
         if key in self.sizes:
             return
-        self.sizes[key] = (storage.nbytes(), what)
+        self.sizes[key] = storage.nbytes()
         self.watched[key] = weakref.ref(storage, lambda _, key=key: self.forget(key))
         self.add(storage.nbytes())
 
     def add(self, size: int) -> None:
         self.now += size
-        if self.now > self.peak:
-            self.peak = self.now
-            if self.tables:
-                self.at_peak = list(self.sizes.values())
+        self.peak = max(self.peak, self.now)
 
     def forget(self, key: int) -> None:
-        self.now -= self.sizes.pop(key)[0]
+        self.now -= self.sizes.pop(key)
         del self.watched[key]
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
         if key in self.sizes:
-            before, what = self.sizes[key]
-            self.sizes[key] = (storage.nbytes(), what)
+            before, self.sizes[key] = self.sizes[key], storage.nbytes()
             self.add(storage.nbytes() - before)
 
     def restart(self) -> None:
@@ -90,18 +87,41 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*error)
 
 
-def measure(recipe: Recipe, steps: int = 2, tables: bool = False) -> dict[str, Any]:
-    """Bytes of this rank on the default process group: the peak of the steps after the first, and what stays.
+@contextlib.contextmanager
+def watched_loads() -> Iterator[dict[int, list[float]]]:
+    """Layer -> rows that each of its dispatches brought to this rank's experts, over an even share."""
+    loads: dict[int, list[float]] = {}
+    layers: list[int] = []
+    forward, dispatch = MoE.forward, composable.moe.experts.dispatch
+
+    def noted(module: MoE, *args: Any, **kwargs: Any) -> Tensor:
+        layers.append(module.layer)
+        return forward(module, *args, **kwargs)
+
+    def watched(x: Tensor, routing: Any, *rest: Any) -> Any:
+        rows, counts, record = dispatch(x, routing, *rest)
+        loads.setdefault(layers[-1], []).append(sum(counts) / routing.ids.numel())
+        return rows, counts, record
+
+    MoE.forward, composable.moe.experts.dispatch = noted, watched  # type: ignore[assignment]
+    try:
+        yield loads
+    finally:
+        MoE.forward, composable.moe.experts.dispatch = forward, dispatch  # type: ignore[method-assign]
+
+
+def measure(recipe: Recipe, steps: int = 2) -> dict[str, Any]:
+    """Of this rank on the default process group: bytes at most in the steps after the first, bytes of parameters,
+    gradients and optimizer state, and the mean load of the experts in each layer.
 
     Args:
         recipe: its mesh is resolved here.
-        tables: give the storages at the peak, too.
     """
     recipe, _ = recipe.resolve(dist.get_world_size())
     data, mesh = recipe.data, recipe.mesh
     count, mine = accumulation(data, mesh.data_ranks), mesh.data_rank(dist.get_rank())
     found: dict[str, Any] = {}
-    with LiveBytes() as live:
+    with LiveBytes() as live, watched_loads() as loads:
         model = build_model(recipe, torch.device("cpu"))
         optimizer = build_optimizer(model.parts, recipe.optimizer, only=model.named)
         update = optimizer.step
@@ -116,10 +136,10 @@ def measure(recipe: Recipe, steps: int = 2, tables: bool = False) -> dict[str, A
             chosen = range(mine, mesh.data_ranks * count, mesh.data_ranks)
             batches = [micro_batch(step, m, data, recipe.model.vocab_size) for m in chosen]
             if step > 1:
-                live.tables = tables
                 live.restart()
+                loads.clear()
             train_step(model, optimizer, batches, step=step, lr=1e-3, max_norm=recipe.optimizer.max_norm)
-        found |= {"peak": live.peak, "rest": live.now, "at_peak": live.at_peak}
+        found |= {"peak": live.peak, "load": {layer: sum(seen) / len(seen) for layer, seen in loads.items()}}
         found["parameters"] = sum(local(p).numel() * p.element_size() for p in model.parameters)
         state = [x for each in optimizer.state.values() for x in each.values() if isinstance(x, Tensor)]
         found["optimizer"] = sum(local(x).numel() * x.element_size() for x in state)
