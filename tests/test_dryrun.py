@@ -76,10 +76,8 @@ def check(row: Row, ranks) -> None:
         assert mine.collectives == theirs.collectives
         assert mine.held == theirs.held
         assert mine.saved == share
-        if recipe.mesh.pp == 1:
-            assert mine.at_peak == theirs.at_peak
-        else:  # what is sent is held until it has arrived
-            assert mine.peak == pytest.approx(theirs.peak, rel=0.05)
+        # What is on its way is held until it has arrived, which takes a real rank as long as it takes.
+        assert mine.peak == pytest.approx(theirs.peak, rel=0.05)
 
 
 @pytest.mark.parametrize("row", DENSE + EXPERTS, ids=name)
