@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor._redistribute as redistribute
 import torch.distributed.tensor.debug as dtensor_debug
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -417,10 +418,13 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: floa
 def forget_process_groups() -> None:
     """Drop what outlives process groups that were destroyed: call it before others are made in this process.
 
-    DTensor's cache of sharding decisions: a mesh that is made anew over the same ranks compares equal to the old one,
-    whose groups are gone. Compiled code: its guards do not see which group a function exchanges data over, so a block
-    compiled for one group would run for another of another size. The first has no public call. Checked on torch 2.13.
+    DTensor's caches of sharding decisions and of ways from one placement to another: a mesh that is made anew over the
+    same ranks compares equal to the old one, whose groups (flattened ones too, which only some ranks may have) are
+    gone. Compiled code: its guards do not see which group a function exchanges data over, so a block compiled for one
+    group would run for another of another size. The first have no public calls. Checked on torch 2.13.
     """
     dtensor_debug._clear_sharding_prop_cache()
+    redistribute._gen_transform_infos.cache_clear()
+    getattr(redistribute, "clear_redistribute_planner_cache", lambda: None)()  # later than torch 2.11
     if "torch._dynamo" in sys.modules:  # nothing was compiled without it, and it takes long to import
         torch.compiler.reset()
