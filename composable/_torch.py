@@ -12,7 +12,7 @@ import functools
 import importlib
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ import torch.distributed.tensor.debug as dtensor_debug
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -175,6 +176,14 @@ def fake_copy(mode: Any, tensor: Tensor) -> Tensor:
     """A fake tensor of `mode` (a `fake_tensor_mode`) like a real one, the same each time. Checked on torch 2.13."""
     fake: Tensor = mode.from_tensor(tensor)
     return fake
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
+    """Nested lists, tuples and dictionaries with `function` of each tensor in them in its place.
+
+    torch's trees of values are documented for dispatch modes, but in a private module. Checked on torch 2.13.
+    """
+    return tree_map_only(Tensor, function, values)
 
 
 def run_fake(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from composable._torch import (
     DispatchMode,
@@ -28,6 +27,7 @@ from composable._torch import (
     group_of,
     infers_shapes,
     is_fake,
+    map_tensors,
     run_fake,
 )
 from composable.observe.traffic import tensors_in
@@ -70,7 +70,7 @@ class Pretend(DispatchMode):
         if not fakes and _stays_real(func, tensors, args, kwargs):
             return func(*args, **kwargs)
         if fakes < len(tensors):
-            args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
+            args, kwargs = map_tensors(self._fake, (args, kwargs))
         return run_fake(self.fakes, func, types, args, kwargs)
 
     def _fake(self, tensor: Tensor) -> Tensor:

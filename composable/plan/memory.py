@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-from composable.data.loader import accumulation
+from composable.data.loader import DataConfig, accumulation
+from composable.mesh import Mesh
+from composable.models.config import DecoderConfig
+from composable.optim.optimizers import OptimizerConfig
+from composable.parallel.architecture import Architecture
 from composable.parallel.compose import split
-from composable.parallel.config import SPLIT_BACKWARD
+from composable.parallel.config import SPLIT_BACKWARD, Parallel, Pipeline
 from composable.parallel.split import Stage
 from composable.plan.bubble import Event, StageCost, simulate
 from composable.plan.exchange import Exchange, Items
@@ -23,15 +27,35 @@ from composable.plan.shards import Units, Weight, stage_units
 from composable.plan.stage import stage_tape
 from composable.plan.tape import Ledger, Pass, Tape
 
-if TYPE_CHECKING:
-    from composable.recipe import Recipe
-
 SLACK = 0.06
 """share of what tensors need that an accelerator's allocator holds beside it, as blocks are rounded up and gaps stay:
 assumed, not measured"""
 ITEM = {"float32": 4, "bfloat16": 2, "float64": 8}
 ADAM_STEP = 4
 """bytes of AdamW's count of steps, for each parameter"""
+
+
+class Planned(Protocol):
+    """What is asked of a recipe."""
+
+    @property
+    def model(self) -> DecoderConfig: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def parallel(self) -> Parallel: ...
+    @property
+    def pipeline(self) -> Pipeline: ...
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def optimizer(self) -> OptimizerConfig: ...
+    @property
+    def architecture(self) -> Architecture: ...
+    @property
+    def foreign(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +91,7 @@ class RankMemory:
 
 
 def memory(
-    recipe: Recipe,
+    recipe: Planned,
     *,
     accelerator: bool = True,
     load: float | Mapping[int, float] = 1.0,
@@ -113,7 +137,7 @@ class _Part:
 
 
 def _rank(
-    recipe: Recipe,
+    recipe: Planned,
     rank: int,
     stages: Mapping[int, Stage],
     accelerator: bool,
@@ -166,7 +190,7 @@ def _rank(
     )
 
 
-def _optimizer(recipe: Recipe, parts: Mapping[int, _Part], count: int, elements: int) -> int:
+def _optimizer(recipe: Planned, parts: Mapping[int, _Part], count: int, elements: int) -> int:
     """Bytes of its state; a tied weight that both ends of a V schedule hold here has it once."""
     first_and_last = recipe.model.tied and len(parts) > 1 and any(p.units.first for p in parts.values())
     if first_and_last and any(part.units.last for part in parts.values()):
@@ -179,14 +203,14 @@ def _optimizer(recipe: Recipe, parts: Mapping[int, _Part], count: int, elements:
     return elements * kept if recipe.optimizer.momentum else 0
 
 
-def _batches(recipe: Recipe) -> int:
+def _batches(recipe: Planned) -> int:
     """Bytes of a step's tokens, and of what is told of them, int64 each; pipelines join them."""
     tensors = 2 + 2 * recipe.data.document_mask + (recipe.model.moe is not None)
     tokens = recipe.data.micro_batch * recipe.data.seq_len * accumulation(recipe.data, recipe.mesh.data_ranks)
     return 8 * tensors * tokens * (2 if recipe.mesh.pp > 1 else 1)
 
 
-def _accumulate(recipe: Recipe, part: _Part) -> None:
+def _accumulate(recipe: Planned, part: _Part) -> None:
     """The micro-batches of a step, one after the other; those between the second and the last are all alike."""
     count, data = accumulation(recipe.data, recipe.mesh.data_ranks), recipe.parallel.data
     exchange = part.exchange
@@ -203,7 +227,7 @@ def _accumulate(recipe: Recipe, part: _Part) -> None:
 
 
 def _pipeline(
-    recipe: Recipe,
+    recipe: Planned,
     rank: int,
     parts: Mapping[int, _Part],
     ledger: Ledger,
@@ -254,7 +278,7 @@ def _pipeline(
         ledger.free("communication", sent)
 
 
-def _events(recipe: Recipe) -> tuple[Event, ...]:
+def _events(recipe: Planned) -> tuple[Event, ...]:
     """A pass of all ranks; in which order a rank does what does not depend on what it costs."""
     mesh, pipeline = recipe.mesh, recipe.pipeline
     if mesh.pp == 1:

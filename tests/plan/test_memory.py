@@ -1,6 +1,6 @@
 """Predicted memory is what tensors hold on real runs of one to eight ranks, dense and with experts, in any layout.
 
-Measured are live bytes of tensors (tests/plan/live_bytes.py) at their most in the step after the first.
+Measured are live bytes of tensors (tests.plan.measure.py) at their most in the step after the first.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from composable.optim.optimizers import OptimizerConfig
 from composable.parallel.config import Parallel, Pipeline
 from composable.plan.memory import memory, worst
 from composable.recipe import Recipe
-from tests.plan.live_bytes import measure
+from tests.plan.measure import measure
 
 DENSE = DecoderConfig(vocab_size=1024, dim=128, layers=4, heads=8, kv_heads=4, head_dim=16, ffn=352)
 SMALL = dataclasses.replace(DENSE, vocab_size=512, ffn=256)

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from composable.observe.live import LiveMemory
 from composable.plan.tape import SELF, Ledger, Pass, Segment, Tape
-from tests.plan.live_bytes import LiveBytes
 
 N, D = 64, 32
 X, W = N * D * 4, D * D * 4  # bytes of activations and of a weight
@@ -45,9 +45,8 @@ def measured(*, again: bool) -> tuple[int, int]:
         return x
 
     given = torch.ones(N, D)
-    with LiveBytes() as live:
-        for tensor in (x, given, *layers):
-            live.see(tensor.untyped_storage())
+    with LiveMemory() as live:
+        live.claim((x, given, *layers), "parameters")
         before = live.now
         live.restart()
         out = checkpoint(body, x, use_reentrant=False, preserve_rng_state=False) if again else body(x)

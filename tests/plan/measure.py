@@ -1,90 +1,23 @@
-"""The bytes of live tensors on a real run: what the memory model is measured against.
-
-A dispatch mode sees every tensor that an operator gives, forward, backward and within collectives, and follows its
-storage until that is freed or changes its size. Counted are the bytes of all distinct storages that are alive together;
-not counted is what no operator gives: scratch memory within one kernel, gloo's own buffers, Python.
-"""
+"""What a real run holds, and how its experts are loaded: what the memory model is measured against."""
 
 import contextlib
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 import composable.moe.experts
-from composable._torch import DispatchMode
 from composable.data.loader import accumulation
 from composable.moe.layer import MoE
+from composable.observe.live import LiveMemory
 from composable.optim.local import local
 from composable.optim.optimizers import build_optimizer
 from composable.recipe import Recipe
 from composable.step import train_step
 from composable.train import build_model
 from composable.verify import micro_batch
-
-
-class LiveBytes(DispatchMode):
-    """Counts while it is entered; `peak` is the most at once since `restart`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        """id of a storage -> its bytes"""
-        self.watched: dict[int, weakref.ref] = {}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its own operators on local tensors come here one by one
-        out = func(*args, **(kwargs or {}))
-        for each in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(each, Tensor) and each.device.type != "meta":
-                self.see(each.untyped_storage())
-        return out
-
-    def see(self, storage: torch.UntypedStorage) -> None:
-        key = id(storage)
-        if key in self.sizes:
-            return
-        self.sizes[key] = storage.nbytes()
-        self.watched[key] = weakref.ref(storage, lambda _, key=key: self.forget(key))
-        self.add(storage.nbytes())
-
-    def add(self, size: int) -> None:
-        self.now += size
-        self.peak = max(self.peak, self.now)
-
-    def forget(self, key: int) -> None:
-        self.now -= self.sizes.pop(key)
-        del self.watched[key]
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        key = id(storage)
-        if key in self.sizes:
-            before, self.sizes[key] = self.sizes[key], storage.nbytes()
-            self.add(storage.nbytes() - before)
-
-    def restart(self) -> None:
-        self.peak = self.now
-
-    def __enter__(self) -> "LiveBytes":
-        self.resize = resize = torch.UntypedStorage.resize_
-
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            out = resize(storage, size)
-            self.resized(storage)
-            return out
-
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
-        super().__exit__(*error)
 
 
 @contextlib.contextmanager
@@ -121,7 +54,7 @@ def measure(recipe: Recipe, steps: int = 2) -> dict[str, Any]:
     data, mesh = recipe.data, recipe.mesh
     count, mine = accumulation(data, mesh.data_ranks), mesh.data_rank(dist.get_rank())
     found: dict[str, Any] = {}
-    with LiveBytes() as live, watched_loads() as loads:
+    with LiveMemory() as live, watched_loads() as loads:
         model = build_model(recipe, torch.device("cpu"))
         optimizer = build_optimizer(model.parts, recipe.optimizer, only=model.named)
         update = optimizer.step
