@@ -8,7 +8,7 @@ import resource
 
 from composable.checkpoint.transfer import THREADS
 
-MAX_CHUNK = 64 << 20  # bytes: larger chunks are no faster
+MAX_CHUNK = 8 << 20  # bytes: larger chunks are slower, as they leave the cache of a core between reading and writing
 MIN_CHUNK = 1 << 20
 BUFFERS = 16 << 20  # bytes that one thread's reads and writes take beside its chunk
 GROWTH = 64 << 20  # bytes by which the program itself still grows: kernels that torch loads when they are first used

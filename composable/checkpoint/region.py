@@ -14,14 +14,20 @@ from composable.checkpoint.transfer import read_box, scratch
 LARGE = 1 << 20  # bytes: smaller pieces of memory come from the allocator, which would keep much of larger ones
 
 
-def read_region(folder: Folder, tensor: Stored, box: Box) -> Tensor:
+def room_for(size: int) -> Tensor:
+    """So many bytes [size] uint8."""
+    return torch.empty(size, dtype=torch.uint8) if size < LARGE else scratch(size)
+
+
+def read_region(folder: Folder, tensor: Stored, box: Box, room: Tensor | None = None) -> Tensor:
     """The values of `box` of a tensor of `folder`, contiguous, of the shape `box.sizes`; OSError names a file.
 
+    They lie in `room`, uint8 and at least as large; None: in memory of their own.
     Takes the memory of the values and at most 16 MiB more. Files are open while they are read only: a checkpoint of
     any number of files needs no more descriptors than one.
     """
     dtype, size = tensor.spec.dtype, box.numel * tensor.spec.dtype.itemsize
-    values = torch.empty(box.sizes, dtype=dtype) if size < LARGE else scratch(size).view(dtype).view(box.sizes)
+    values = (room_for(size) if room is None else room[:size]).view(dtype).view(box.sizes)
     shared = [(place, common) for place in tensor.places if (common := place.box.overlap(box)).numel]
     with opened_files(folder, {place.file for place, _ in shared}) as opens:
         for place, common in shared:

@@ -21,7 +21,7 @@ from composable.checkpoint.format import FilePlan, Part, Place, Stored, TensorSp
 from composable.checkpoint.listing import Listing, list_folder
 from composable.checkpoint.owners import check_cover
 from composable.checkpoint.plan import SectionPlan, Table, Writer, merge_specs, plan_sections
-from composable.checkpoint.region import read_region
+from composable.checkpoint.region import read_region, room_for
 from composable.checkpoint.remote import Folder, RemotePath
 from composable.checkpoint.save import finish
 from composable.checkpoint.shards import Box, Piece, chunk_boxes, full_box
@@ -235,7 +235,7 @@ def fill_files(
                 if (common := box.overlap(place.box)).numel:
                     inner = common.within(place.box)
                     piece = Piece(data[common.slices(box.offsets)], place.spec.shape, inner)
-                    with naming(path), opened(path, os.O_WRONLY) as file:
+                    with naming(path), opened(path, os.O_WRONLY, direct_writes=True) as file:
                         written.append((unit.name, common, write_box(file, place, piece, inner)))
                     del piece
             advance(data.nbytes)
@@ -268,10 +268,13 @@ def units_of(source: Folder, tensor: Stored, checksums: Sequence[tuple[Box, str]
 
 
 def checked(source: Folder, tensor: Stored, unit: Unit, chunk: int) -> Iterator[tuple[Box, Tensor]]:
-    """A unit's values in chunks; ValueError at their end if they are not those that were saved."""
-    digest = xxhash.xxh3_64()
-    for box in chunk_boxes(unit.box, tensor.spec.dtype.itemsize, chunk):
-        data = read_region(source, tensor, box)
+    """A unit's values in chunks, each in the memory of the one before; ValueError at their end if they are not those
+    that were saved."""
+    digest, itemsize = xxhash.xxh3_64(), tensor.spec.dtype.itemsize
+    boxes = list(chunk_boxes(unit.box, itemsize, chunk))
+    room = room_for(max((box.numel for box in boxes), default=0) * itemsize)
+    for box in boxes:
+        data = read_region(source, tensor, box, room)
         if unit.digest:
             digest.update(raw(data).view(-1).view(torch.uint8).numpy().data)
         yield box, data

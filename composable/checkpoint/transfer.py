@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from composable.checkpoint.format import Place, TensorSpec
 from composable.checkpoint.shards import Box, Piece, byte_runs, chunk_boxes, row_major_strides
-from composable.checkpoint.storage import File, Readable, read_all, write_all
+from composable.checkpoint.storage import File, Readable, huge_pages, read_all, write_all
 
 THREADS = 4
 COPIED = (32 << 20) // THREADS  # bytes of one thread's copy of what cannot be written or read in place
@@ -99,7 +98,7 @@ def _in_place(piece: Piece, box: Box) -> bool:
 
 def scratch(size: int) -> Tensor:
     """So many bytes [size] uint8, given back to the system at their end: the allocator would keep much of them."""
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    return torch.frombuffer(huge_pages(size), dtype=torch.uint8)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

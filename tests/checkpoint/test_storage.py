@@ -20,8 +20,8 @@ near_pages = st.builds(lambda page, off: min(SIZE, max(0, page * PAGE + off)), s
 
 
 @settings(deadline=None, max_examples=60)
-@given(near_pages, near_pages, st.sampled_from(["direct", "warm", "ordinary", "cached"]))
-def test_bytes_written_at_any_offset_are_read_back_and_their_neighbours_kept(path, one, two, way):
+@given(near_pages, near_pages, st.sampled_from(["direct", "warm", "ordinary", "cached"]), st.booleans())
+def test_bytes_written_at_any_offset_are_read_back_and_their_neighbours_kept(path, one, two, way, direct_writes):
     start, stop = sorted((one, two))
     before, data = os.urandom(SIZE), os.urandom(stop - start)
     path.write_bytes(before)
@@ -29,7 +29,7 @@ def test_bytes_written_at_any_offset_are_read_back_and_their_neighbours_kept(pat
     with (
         mock.patch.multiple(storage, LARGE=PAGE, STEP=3 * PAGE, _in_cache=probe),
         mock.patch.object(storage, "PIECE", PAGE + 7),
-        opened(path, os.O_RDWR) as target,
+        opened(path, os.O_RDWR, direct_writes=direct_writes) as target,
         opened(path, os.O_RDONLY) as source,
     ):
         write_all(target, memoryview(data), start)
@@ -66,3 +66,39 @@ def test_where_direct_reads_want_more_than_page_alignment_the_ordinary_way_is_ta
         with mock.patch.object(os, "preadv", refuse):
             read_all(file, memoryview(got), 0)
     assert bytes(got) == data
+
+
+@pytest.mark.parametrize("answer", [OSError(22, "Invalid argument"), PAGE, 0])
+def test_what_a_direct_write_leaves_is_written_the_ordinary_way(path, answer):
+    data = os.urandom(SIZE - 5)
+    path.write_bytes(bytes(SIZE))
+    with mock.patch.object(storage, "LARGE", PAGE), opened(path, os.O_WRONLY, direct_writes=True) as file:
+        assert file.direct is not None
+        real, asked = os.pwrite, []
+
+        def partly(handle, data, offset):
+            if handle != file.direct:
+                return real(handle, data, offset)
+            asked.append(offset)
+            if isinstance(answer, OSError):
+                raise answer
+            return real(handle, data[:answer], offset)
+
+        with mock.patch.object(os, "pwrite", partly):
+            write_all(file, memoryview(data), 3)
+    assert asked == [PAGE]
+    assert path.read_bytes() == bytes(3) + data + bytes(2)
+
+
+def test_a_disk_that_fails_is_told_of_by_a_direct_write_too(path):
+    path.write_bytes(bytes(SIZE))
+    with mock.patch.object(storage, "LARGE", PAGE), opened(path, os.O_WRONLY, direct_writes=True) as file:
+        real = os.pwrite
+
+        def fail(handle, data, offset):
+            if handle == file.direct:
+                raise OSError(5, "Input/output error")
+            return real(handle, data, offset)
+
+        with mock.patch.object(os, "pwrite", fail), pytest.raises(OSError, match="Input/output"):
+            write_all(file, memoryview(bytes(SIZE)), 0)

@@ -1,5 +1,6 @@
 """Models and checkpoints in the forms of others: every tensor to the bit, and what is bad is refused in one line."""
 
+import io
 import json
 import os
 import pickle
@@ -14,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 
+from composable._torch import read_dcp_metadata
 from composable.checkpoint import save
 from composable.checkpoint.formats import dcp as dcp_format
 from composable.checkpoint.formats import hugging_face, meta, torch_file
@@ -121,6 +123,12 @@ def test_torchs_own_libraries_load_what_was_written_under_the_documented_names(c
     assert all(torch.equal(mapped[name], tensor) for name, tensor in weights.items())
     for file in ("model.pt", "optimizer.pt"):
         assert zipfile.ZipFile(tmp_path / "t" / file).testzip() is None  # its checksums are right
+    pieces = read_dcp_metadata(tmp_path / "d" / ".metadata").storage_data.values()
+    content = (tmp_path / "d" / "__0_0.distcp").read_bytes()
+    assert len(pieces) == len(weights) + len(moments)
+    for where in pieces:
+        piece = io.BytesIO(content[where.offset : where.offset + where.length])
+        assert zipfile.ZipFile(piece).testzip() is None
     for folder in ("d", "t"):
         assert (tmp_path / folder / "tokenizer.json").read_text() == "[]"
 

@@ -1,4 +1,5 @@
-"""Folders of `torch.distributed.checkpoint`: read where their bytes lie, and written by its own writer in pieces.
+"""Folders of `torch.distributed.checkpoint`: read where their bytes lie; its own writer lays out what we
+write, and the values are written into their places.
 
 Weights are at `model.<name>`, the state of the optimizer at `optimizer.state.<weight>.<state>`: what
 `dcp.load({"model": {name: tensor}, "optimizer": {"state": {weight: {state: tensor}}}}, checkpoint_id=folder)` fills.
@@ -11,11 +12,9 @@ The library's metadata is a pickle, and is read with its own few classes alone.
 from __future__ import annotations
 
 import contextlib
-import math
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +27,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
-from composable._torch import read_dcp_metadata
+from composable._torch import dcp_place, fake_tensor_mode, read_dcp_metadata
 from composable.checkpoint import folder as folders
 from composable.checkpoint.format import Part, Place, Stored, TensorSpec
-from composable.checkpoint.formats.source import Entry, Source, Target, Values, stored_entries
+from composable.checkpoint.formats.source import Entry, Source, Target, stored_entries
 from composable.checkpoint.formats.state_dict import Leaf, arranged, leaves, nested
-from composable.checkpoint.formats.torch_file import loaded
+from composable.checkpoint.formats.torch_file import fill_archives, loaded
 from composable.checkpoint.owners import check_cover
-from composable.checkpoint.rewrite import Unit, small_files
-from composable.checkpoint.shards import Box, full_box
+from composable.checkpoint.rewrite import small_files
+from composable.checkpoint.shards import full_box
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"
@@ -132,92 +132,71 @@ def target(found: Source) -> Target:
     size = sum(entry.spec.nbytes + PIECE_OVERHEAD for section in entries.values() for entry in section.values())
 
     def write(draft: Path, chunk: int, advance: Callable[[int], object]) -> None:
-        writer = dcp.FileSystemWriter(draft, single_file_per_rank=True, thread_count=1)
-        try:
-            with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process
-                dcp.save({}, storage_writer=writer, planner=_Pieces(entries, chunk, advance), no_dist=True)
-        except dcp.CheckpointException as error:
-            cause = next(iter(error.failures.values()))[0]
-            raise cause if isinstance(cause, (ValueError, OSError)) else error from error
+        with (
+            torch.serialization.skip_data(materialize_fake_tensors=True),
+            warnings.catch_warnings(action="ignore", category=UserWarning),  # that there is one process
+        ):
+            try:
+                dcp.save({}, storage_writer=_Layout(draft), planner=_Planner(entries), no_dist=True)
+            except dcp.CheckpointException as error:
+                cause = next(iter(error.failures.values()))[0]
+                raise cause if isinstance(cause, (ValueError, OSError)) else error from error
+        pieces = read_dcp_metadata(draft / METADATA).storage_data
+        for section, laid in source(draft).sections.items():
+            places = {name: place for name, entry in laid.items() for place in entry.places}
+            spans = [(where.offset, where.length) for where in pieces.values()]
+            if laid:
+                fill_archives(draft / FILE, spans, places, entries[section], chunk, advance)
         for name, content in found.small.items():
             folders.write_file(draft / name, content)
 
     return Target(((FILE, size), (METADATA, 0)), found.small, write)
 
 
-class _Pieces(dcp.DefaultSavePlanner):
-    """Gives the library's writer one piece after the other, each read when it is written.
+class _Layout(dcp.FileSystemWriter):
+    """Lays out one file without values, as its base does with them: that gives torch.save a stream without `seek`."""
 
-    Pieces are the boxes in which the values come, so that a checkpoint's checksums are checked on the way.
-    """
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        with open(Path(self.path) / FILE, "wb") as file:
+            for item in plan.items:
+                offset = file.tell()
+                torch.save(planner.resolve_data(item), file)
+                length = file.tell() - offset
+                results.append(WriteResult(item.index, length, dcp_place(FILE, offset, length)))
+        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        future.set_result(results)
+        return future
 
-    def __init__(
-        self, sections: Mapping[str, Mapping[str, Entry]], chunk: int, advance: Callable[[int], object]
-    ) -> None:
+
+class _Planner(dcp.DefaultSavePlanner):
+    """Gives the writer all tensors, without values."""
+
+    def __init__(self, sections: Mapping[str, Mapping[str, Entry]]) -> None:
         super().__init__()
-        self._sections, self._chunk, self._advance = sections, chunk, advance
-        self._left: dict[tuple[str, tuple[int, ...]], Callable[[], Tensor]] = {}
-        self._written: Tensor | None = None
+        self._sections = sections
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        items: list[WriteItem] = []
+        self._specs: dict[str, TensorSpec] = {}
         places = nested(self._sections)
         self.mappings = {key: path for key, (path, _) in places.items()}
         for key, (path, section) in places.items():
-            entry = self._sections[section][".".join(map(str, path[1:] if section == "weights" else path[2:]))]
-            empty = not math.prod(entry.spec.shape)
-            boxes = [full_box(entry.spec.shape)] if empty else self._prepared(key, entry)
-            items += [_item(key, entry.spec, box) for box in boxes]
-            if empty:
-                self._left[key, boxes[0].offsets] = partial(torch.empty, entry.spec.shape, dtype=entry.spec.dtype)
-        self.plan = SavePlan(items, planner_data=self.mappings)
+            name = ".".join(map(str, path[1:] if section == "weights" else path[2:]))
+            self._specs[key] = self._sections[section][name].spec
+        self.plan = SavePlan([_item(key, spec) for key, spec in self._specs.items()], planner_data=self.mappings)
         return self.plan
 
-    def _prepared(self, key: str, entry: Entry) -> list[Box]:
-        prepared: list[Box] = []
-        for unit in entry.units(self._chunk):
-            boxes = list(entry.boxes(unit, self._chunk))
-            values = _Reader(entry, unit, self._chunk, len(boxes))
-            self._left |= {(key, box.offsets): partial(values.take, box) for box in boxes}
-            prepared += boxes
-        return prepared
-
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        if self._written is not None:  # the writer keeps all tensors of a file: what is written gives its memory back
-            self._written.untyped_storage().resize_(0)
-        offset = write_item.index.offset
-        data = self._left.pop((write_item.index.fqn, tuple(offset or ())))()
-        storage = data.untyped_storage()
-        if storage.size() != data.nbytes or not storage.resizable():
-            data = data.clone()
-        self._written = data
-        self._advance(data.nbytes)
-        return data
+        spec = self._specs[write_item.index.fqn]
+        with fake_tensor_mode():
+            return torch.empty(spec.shape, dtype=spec.dtype)
 
 
-class _Reader:
-    """The values of a unit, taken in the order in which they come."""
-
-    def __init__(self, entry: Entry, unit: Unit, chunk: int, count: int) -> None:
-        self._start, self._left = partial(entry.values, unit, chunk), count
-        self._values: Values | None = None
-
-    def take(self, box: Box) -> Tensor:
-        self._values = self._values or self._start()
-        found, data = next(self._values)
-        if found != box:
-            raise RuntimeError(f"torch.distributed.checkpoint asked for {box} before {found}")
-        self._left -= 1
-        if not self._left:
-            next(self._values, None)  # its end checks the checksum
-        return data
-
-
-def _item(key: str, spec: TensorSpec, box: Box) -> WriteItem:
-    offsets = torch.Size(box.offsets)
-    chunk = ChunkStorageMetadata(offsets, torch.Size(box.sizes))
-    data = TensorWriteData(chunk, TensorProperties(spec.dtype), torch.Size(spec.shape))
+def _item(key: str, spec: TensorSpec) -> WriteItem:
+    whole = full_box(spec.shape)
+    offsets, sizes = torch.Size(whole.offsets), torch.Size(whole.sizes)
+    data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(spec.dtype), sizes)
     return WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)

@@ -17,7 +17,7 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -194,12 +194,26 @@ def _write_file(
         saved = {"state": states}
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(saved, path)
-    laid = loaded(path.parent, path.name)
-    places: dict[str, Place] = {}
-    for keys, entry in cast("list[tuple[tuple[str, ...], Entry]]", list(leaves(laid))):
-        name = ".".join(keys[1:] if section == "optimizer" else keys)
-        for place in entry.places:
-            places[name] = dataclasses.replace(place, spec=dataclasses.replace(place.spec, name=name))
+    laid = cast("list[tuple[tuple[str, ...], Entry]]", list(leaves(loaded(path.parent, path.name))))
+    first = 1 if section == "optimizer" else 0
+    places = {".".join(keys[first:]): place for keys, entry in laid for place in entry.places}
+    fill_archives(path, [(0, path.stat().st_size)], places, entries, chunk, advance)
+
+
+def fill_archives(
+    path: Path,
+    archives: Iterable[tuple[int, int]],
+    places: Mapping[str, Place],
+    entries: Mapping[str, Entry],
+    chunk: int,
+    advance: Callable[[int], object],
+) -> None:
+    """Write values into a file that torch laid out without them, and the checksums of its archives.
+
+    Args:
+        archives: (offset, bytes) of each in the file.
+        places: where each of the tensors that have elements lies.
+    """
     sums: dict[str, list[tuple[int, int, int]]] = {name: [] for name in places}
 
     def values(unit: Unit) -> Iterator[tuple[Box, Tensor]]:
@@ -211,32 +225,36 @@ def _write_file(
             del data, memory
 
     units = [unit for entry in entries.values() for unit in entry.units(chunk)]
-    plan = FilePlan(path.name, b"", path.stat().st_size, tuple(places.values()))
-    fill_files(path.parent, [plan], units, values, advance)
-    _write_checksums(path, {places[name].offset: _joined(parts) for name, parts in sums.items()})
+    named = [
+        dataclasses.replace(place, spec=dataclasses.replace(place.spec, name=name)) for name, place in places.items()
+    ]
+    fill_files(path.parent, [FilePlan(path.name, b"", path.stat().st_size, tuple(named))], units, values, advance)
+    crcs = {places[name].offset: _joined(parts) for name, parts in sums.items()}
+    with open(path, "r+b") as file:
+        for start, length in archives:
+            _write_checksums(file, start, length, crcs)
+        file.flush()
+        os.fsync(file.fileno())
     folders.sync_folder(path.parent)
 
 
-def _write_checksums(path: Path, sums: Mapping[int, int]) -> None:
+def _write_checksums(file: BinaryIO, start: int, length: int, sums: Mapping[int, int]) -> None:
     """Put the CRC-32 of each record (by the offset of its data) where the archive keeps it: behind the record, and in
     the directory at the end."""
-    with zipfile.ZipFile(path) as archive:
-        records, entry = archive.infolist(), archive.start_dir
-    with open(path, "r+b") as file:
-        for record in records:
-            file.seek(record.header_offset + 26)
-            data = record.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
-            file.seek(entry + 28)
-            lengths = struct.unpack("<HHH", file.read(6))
-            if data in sums and record.file_size:
-                crc = struct.pack("<I", sums[data])
-                file.seek(entry + 16)
-                file.write(crc)
-                file.seek(data + record.file_size + 4)
-                file.write(crc)
-            entry += 46 + sum(lengths)
-        file.flush()
-        os.fsync(file.fileno())
+    with zipfile.ZipFile(io.BufferedReader(_Slice(file, start, start + length))) as archive:
+        records, entry = archive.infolist(), start + archive.start_dir
+    for record in records:
+        file.seek(start + record.header_offset + 26)
+        data = start + record.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
+        file.seek(entry + 28)
+        lengths = struct.unpack("<HHH", file.read(6))
+        if data in sums and record.file_size:
+            crc = struct.pack("<I", sums[data])
+            file.seek(entry + 16)
+            file.write(crc)
+            file.seek(data + record.file_size + 4)
+            file.write(crc)
+        entry += 46 + sum(lengths)
 
 
 def _joined(parts: list[tuple[int, int, int]]) -> int:
