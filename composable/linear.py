@@ -19,6 +19,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         plain
         and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
+        and weight.numel() > 0  # a rank may have no rows of a vocabulary, and oneDNN knows no empty products
         and torch.backends.mkldnn.is_available()
     ):
         return onednn_linear(x, weight, bias)

@@ -260,3 +260,17 @@ def test_linear_has_the_value_and_gradients_of_torch(bias):
 def test_impossible_shapes_are_refused(wrong, words):
     with pytest.raises(ValueError, match=words):
         DecoderConfig(**SMALL | wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_weight_without_rows_gives_empty_results_and_gradients(dtype):
+    """A tensor rank may have none of a vocabulary."""
+    x, weight = (
+        torch.randn(2, 3, 8, dtype=dtype, requires_grad=True),
+        torch.empty(0, 8, dtype=dtype, requires_grad=True),
+    )
+    out = linear(x, weight)
+    assert out.shape == (2, 3, 0)
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
+    assert weight.grad.shape == (0, 8)
