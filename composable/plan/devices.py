@@ -55,6 +55,8 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 GIB = 2**30
+RESERVED = 1.5 * GIB
+"""of an accelerator, for its context and communication libraries: assumed"""
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -85,6 +87,11 @@ class Device:
         if self.achievable > 1:
             raise ValueError(f"achievable={self.achievable} of device {self.name} is a share of its peak: at most 1")
 
+    @property
+    def usable(self) -> float:
+        """Bytes that tensors and their allocator may take."""
+        return self.memory - (0.0 if self.name == "cpu" else RESERVED)
+
     def peak(self, dtype: torch.dtype) -> float:
         """FLOP/s of dense matrix products in `dtype`. ValueError where the device has none."""
         peaks = {torch.float32: self.float32, torch.float64: self.float64}
@@ -110,14 +117,20 @@ class Cluster:
     """seconds that a hop of a collective takes inside a node, whatever its size"""
     across_latency: float
     """the same to another node"""
+    host_link: float
+    """bytes a second between a device and its host's memory, each way"""
+    overlap: float
+    """share of its time that an exchange of parameters and gradients may run beside computation, 0 to 1"""
 
     def __post_init__(self) -> None:
-        for name in ("per_node", "inside", "across"):
+        for name in ("per_node", "inside", "across", "host_link"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)}: write a number above 0")
         for name in ("inside_latency", "across_latency"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: write seconds, 0 or more")
+        if not 0 <= self.overlap <= 1:
+            raise ValueError(f"overlap={self.overlap}: it is a share, 0 to 1")
 
 
 # Memory: what torch's out-of-memory errors call the total capacity, the least of those seen for the device. Peaks: as
@@ -196,6 +209,8 @@ LINKS: dict[str, dict[str, Any]] = {
         "across": 25e9,  # NVIDIA DGX A100 data sheet: 8 ConnectX of 200 Gb/s
         "inside_latency": 3.4e-6,  # NCCL: NVLink
         "across_latency": 14e-6,  # NCCL: network
+        "host_link": 32e9,  # NVIDIA DGX A100 data sheet: PCIe 4.0 of 16 lanes, 64 GB/s both directions
+        "overlap": 1.0,  # collectives have streams of their own
     },
     "H100": {
         "per_node": 8,  # NVIDIA DGX H100 data sheet
@@ -203,6 +218,8 @@ LINKS: dict[str, dict[str, Any]] = {
         "across": 50e9,  # NVIDIA DGX H100 data sheet: 8 ConnectX-7 of 400 Gb/s
         "inside_latency": 3.4e-6,  # NCCL: NVLink
         "across_latency": 14e-6,  # NCCL: network
+        "host_link": 64e9,  # NVIDIA H100 data sheet: PCIe 5.0 of 128 GB/s, both directions
+        "overlap": 1.0,  # collectives have streams of their own
     },
     "H200": {
         "per_node": 8,  # NVIDIA DGX H200 data sheet
@@ -210,6 +227,8 @@ LINKS: dict[str, dict[str, Any]] = {
         "across": 50e9,  # NVIDIA DGX H200 data sheet: 8 ConnectX-7 of 400 Gb/s
         "inside_latency": 3.4e-6,  # NCCL: NVLink
         "across_latency": 14e-6,  # NCCL: network
+        "host_link": 64e9,  # NVIDIA H200 data sheet: PCIe 5.0 of 128 GB/s, both directions
+        "overlap": 1.0,  # collectives have streams of their own
     },
     "B200": {
         "per_node": 8,  # NVIDIA DGX B200 data sheet
@@ -217,6 +236,8 @@ LINKS: dict[str, dict[str, Any]] = {
         "across": 50e9,  # NVIDIA DGX B200 data sheet: 8 ConnectX-7 of 400 Gb/s
         "inside_latency": 3.4e-6,  # NCCL: NVLink
         "across_latency": 14e-6,  # NCCL: network
+        "host_link": 64e9,  # PCIe 5.0 of 16 lanes, as the CPUs of a DGX B200 have it
+        "overlap": 1.0,  # collectives have streams of their own
     },
     "MI300X": {
         "per_node": 8,  # AMD Instinct MI300X platform data sheet
@@ -224,6 +245,8 @@ LINKS: dict[str, dict[str, Any]] = {
         "across": 50e9,  # Microsoft Azure ND MI300X v5: 400 Gb/s a GPU
         "inside_latency": 3.6e-6,  # RCCL: its NVLink row stands for XGMI
         "across_latency": 15.1e-6,  # RCCL: network
+        "host_link": 64e9,  # AMD Instinct MI300X data sheet: PCIe 5.0 of 16 lanes, 128 GB/s both directions
+        "overlap": 1.0,  # collectives have streams of their own
     },
     "cpu": {
         "per_node": 8,  # assumed: ranks of one machine
@@ -231,10 +254,12 @@ LINKS: dict[str, dict[str, Any]] = {
         "across": 1e9,  # assumed: Ethernet of 10 Gb/s
         "inside_latency": 100e-6,  # assumed
         "across_latency": 200e-6,  # assumed
+        "host_link": 10e9,  # assumed: the same memory
+        "overlap": 0.0,  # gloo computes on the same cores
     },
 }
 
-UNITS = {"GiB": GIB, "GB": 1e9, "TB": 1e12, "Gb": 1e9 / 8, "TFLOPS": 1e12, "us": 1e-6}
+UNITS = {"GiB": GIB, "GB": 1e9, "TB": 1e12, "MB": 1e6, "Gb": 1e9 / 8, "TFLOPS": 1e12, "us": 1e-6}
 
 
 def device(name: str, changes: Iterable[str] = ()) -> Device:
@@ -257,7 +282,7 @@ def cluster(name: str, changes: Iterable[str] = ()) -> Cluster:
 
     Args:
         changes: "field=number" for fields of Cluster and of Device, such as "per_node=4", "across=25GB" or
-            "achievable=0.6". A number may end in GiB, GB, TB, Gb (bits), TFLOPS or us.
+            "achievable=0.6". A number may end in GiB, MB, GB, TB, Gb (bits), TFLOPS or us.
 
     Raises:
         ValueError: an unknown name, or a change that is none.
