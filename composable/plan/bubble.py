@@ -6,6 +6,7 @@ to; transfers do not slow each other or the computation, and reductions over dat
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -152,6 +153,7 @@ def simulate(
     return Simulation(max(ends), busy, alive, waiting, flat)
 
 
+@functools.lru_cache(maxsize=256)
 def action_lists(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> list[list[Instruction]]:
     """What each rank does in a pass, in order [ranks]: torch's lists, computed without a process group.
 

@@ -5,6 +5,7 @@ Shapes are those of the rank that holds the most: the first of each group, as pi
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from composable.mesh import Mesh
@@ -132,22 +133,22 @@ class Unit:
     all_reduced: bool = False
     """gradients are also summed over copies"""
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Of all of them, before data ranks cut them."""
         return sum(weight.elements for weight in self.weights)
 
-    @property
+    @cached_property
     def shard(self) -> int:
         """Elements that this rank holds of them."""
         return sum(self.shard_of(weight) for weight in self.weights)
 
-    @property
+    @cached_property
     def padded(self) -> int:
         """Elements of all ranks' shards together: of what is exchanged."""
         return self.ranks * self.shard
 
-    @property
+    @cached_property
     def across(self) -> int:
         """Elements of the weights that are not cut along their first dimension: copied once more on their way."""
         return sum(w.elements for w in self.weights if self.cut_dimension(w))
