@@ -6,7 +6,7 @@ Outermost first, so that the chattiest dimension varies fastest and stays inside
 import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -191,6 +191,52 @@ def _check_experts(mesh: Mesh, replicate: bool) -> None:
 
 def _either(values: list[int]) -> str:
     return " or ".join(map(str, values))
+
+
+def group_name(ranks: Iterable[int], mesh: Mesh, rank: int) -> str:
+    """Which dimension of the mesh a group is, by its ranks.
+
+    Dimensions that are the same ranks have one name, the first that fits of tp, cp, dp_shard, dp_replicate, pp, ep,
+    etp, efsdp, products of two, and world. `alone` is a group of one; `part of ep` are, among the ranks that share
+    experts, those inside a node or those of one place in all nodes.
+    """
+    wanted = sorted(ranks)
+    if len(wanted) == 1:
+        return "alone"
+    dense = (mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp)
+    expert = (mesh.pp, mesh.dp_replicate, mesh.efsdp, mesh.ep, mesh.etp)
+    views = (
+        (dense, "tp", (4,)),
+        (dense, "cp", (3,)),
+        (dense, "dp_shard", (2,)),
+        (dense, "dp_replicate", (1,)),
+        (dense, "pp", (0,)),
+        (expert, "ep", (3,)),
+        (expert, "etp", (4,)),
+        (expert, "efsdp", (2,)),
+        (dense, "dp_shard x cp", (2, 3)),
+        (dense, "cp x tp", (3, 4)),
+        (expert, "dp_replicate x efsdp", (1, 2)),
+    )
+    for shape, name, dims in views:
+        if members(shape, dims, rank) == wanted:
+            return name
+    if dense[1] > 1 and members(dense, (1, 3), rank) == wanted:
+        return "dp_replicate x cp"
+    if len(wanted) == mesh.world:
+        return "world"
+    return "part of ep" if set(wanted) < set(members(expert, (3,), rank)) else f"{len(wanted)} ranks"
+
+
+def members(shape: Sequence[int], dims: Sequence[int], rank: int) -> list[int]:
+    """The ranks that share a rank's place in a mesh of that shape but for the dimensions `dims`, ascending."""
+    if math.prod(shape) == 0:
+        return []
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    found = [rank - sum(rank // strides[dim] % shape[dim] * strides[dim] for dim in dims)]
+    for dim in dims:
+        found = [each + place * strides[dim] for each in found for place in range(shape[dim])]
+    return sorted(found)
 
 
 @contextlib.contextmanager

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from composable.checkpoint.plan import Table, plan_sections, table_of
 from composable.checkpoint.save import described
 from composable.data.loader import DataConfig
-from composable.dryrun.load import Load, given, whole_choices
 from composable.dryrun.run import RankReport, composed, default_ranks, dry_run, one_step
 from composable.dryrun.saved import MAX_FILE_SIZE, shares_of
 from composable.mesh import Mesh
 from composable.models.config import DecoderConfig, LatentConfig
 from composable.moe.config import Balance, MoEConfig
+from composable.moe.given import Load, given, whole_choices
 from composable.observe.live import LiveMemory
 from composable.parallel.config import Parallel, Pipeline
 from composable.recipe import Recipe

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from composable._torch import fake_process_group
 from composable.data.loader import DataConfig, MicroBatch, accumulation
-from composable.dryrun.load import Load, give_routing
 from composable.dryrun.pretend import Pretend
 from composable.dryrun.saved import Share, Stage, coordinates, held, shares
 from composable.mesh import Mesh
 from composable.models.init import Init
+from composable.moe.given import Load, give_routing
 from composable.observe.live import LiveMemory
 from composable.observe.traffic import Collective, Traffic
 from composable.optim.optimizers import build_optimizer, optimizer_tensors

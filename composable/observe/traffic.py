@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composable._torch import DispatchMode, asks_device, device_of, group_of, infers_shapes
-from composable.mesh import Mesh
+from composable.mesh import Mesh, group_name
 
 KINDS = {  # operator of torch -> what it is called here
     "allreduce_": "all_reduce",
@@ -125,49 +123,3 @@ class Traffic(DispatchMode):
             calls, total = found.get(key, (0, 0))
             found[key] = (calls + count, total + self._bytes[kind, ranks])
         return sorted(Collective(*key, *numbers) for key, numbers in found.items())
-
-
-def group_name(ranks: Iterable[int], mesh: Mesh, rank: int) -> str:
-    """Which dimension of the mesh a group is, by its ranks.
-
-    Dimensions that are the same ranks have one name, the first that fits of tp, cp, dp_shard, dp_replicate, pp, ep,
-    etp, efsdp, products of two, and world. `alone` is a group of one; `part of ep` are, among the ranks that share
-    experts, those inside a node or those of one place in all nodes.
-    """
-    wanted = sorted(ranks)
-    if len(wanted) == 1:
-        return "alone"
-    dense = (mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp)
-    expert = (mesh.pp, mesh.dp_replicate, mesh.efsdp, mesh.ep, mesh.etp)
-    views = (
-        (dense, "tp", (4,)),
-        (dense, "cp", (3,)),
-        (dense, "dp_shard", (2,)),
-        (dense, "dp_replicate", (1,)),
-        (dense, "pp", (0,)),
-        (expert, "ep", (3,)),
-        (expert, "etp", (4,)),
-        (expert, "efsdp", (2,)),
-        (dense, "dp_shard x cp", (2, 3)),
-        (dense, "cp x tp", (3, 4)),
-        (expert, "dp_replicate x efsdp", (1, 2)),
-    )
-    for shape, name, dims in views:
-        if members(shape, dims, rank) == wanted:
-            return name
-    if dense[1] > 1 and members(dense, (1, 3), rank) == wanted:
-        return "dp_replicate x cp"
-    if len(wanted) == mesh.world:
-        return "world"
-    return "part of ep" if set(wanted) < set(members(expert, (3,), rank)) else f"{len(wanted)} ranks"
-
-
-def members(shape: Sequence[int], dims: Sequence[int], rank: int) -> list[int]:
-    """The ranks that share a rank's place in a mesh of that shape but for the dimensions `dims`, ascending."""
-    if prod(shape) == 0:
-        return []
-    grid = torch.arange(prod(shape)).view(*shape)
-    place = (grid == rank).nonzero()[0].tolist()
-    index = tuple(slice(None) if dim in dims else place[dim] for dim in range(len(shape)))
-    found: list[int] = grid[index].flatten().tolist()
-    return found

@@ -6,9 +6,8 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from composable.dryrun.load import Load
-from composable.mesh import Mesh
-from composable.observe.traffic import group_name, members
+from composable.mesh import Mesh, group_name, members
+from composable.moe.given import Load
 from composable.plan.layers import Sizes
 
 INDEX = 8
@@ -20,7 +19,7 @@ class Group:
     """Ranks that exchange something."""
 
     name: str
-    """as `observe.traffic.group_name` has it"""
+    """as `mesh.group_name` has it"""
     ranks: int
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from composable.dryrun.load import whole_choices
 from composable.moe.config import MoEConfig
+from composable.moe.given import whole_choices
 from composable.moe.static import room_for
 from composable.plan.calls import INDEX, Call, Micro, Operator, gathered, nodes_of, scattered
 

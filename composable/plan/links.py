@@ -10,8 +10,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from composable.mesh import Mesh
-from composable.observe.traffic import members
+from composable.mesh import Mesh, members
 from composable.plan.calls import node_members
 from composable.plan.devices import Cluster
 from composable.plan.flows_experts import INSIDE
@@ -27,7 +26,7 @@ DENSE = {
     "cp x tp": (3, 4),
     "dp_replicate x cp": (1, 3),
 }
-"""name of a group -> its dimensions of the dense view, as `observe.traffic.group_name` has them"""
+"""name of a group -> its dimensions of the dense view, as `mesh.group_name` has them"""
 EXPERT = {"ep": (3,), "etp": (4,), "efsdp": (2,), "dp_replicate x efsdp": (1, 2)}
 """the same of the expert view"""
 

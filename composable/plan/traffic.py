@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from composable.data.loader import accumulation
-from composable.dryrun.load import Load
+from composable.moe.given import Load
 from composable.parallel.compose import split
 from composable.parallel.config import SPLIT_BACKWARD
 from composable.parallel.split import Stage
@@ -61,7 +61,7 @@ class Flow:
     kind: str
     """as `observe.traffic.Collective` has it"""
     group: str
-    """as `observe.traffic.group_name` has it"""
+    """as `mesh.group_name` has it"""
     ranks: int
     """of the group"""
     count: int

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from composable.data.loader import accumulation
-from composable.dryrun.load import Load, give_routing
 from composable.dryrun.run import dry_run
 from composable.mesh import Mesh
 from composable.models.config import DecoderConfig, LatentConfig
 from composable.moe.config import Balance, Capacity, MoEConfig
+from composable.moe.given import Load, give_routing
 from composable.observe.traffic import Collective, Traffic
 from composable.optim.optimizers import build_optimizer
 from composable.plan.flows_layers import key_heads
