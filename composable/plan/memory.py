@@ -308,7 +308,10 @@ def _events(recipe: Planned) -> tuple[Event, ...]:
 def _played(pipeline: Pipeline, pp: int, micro_batches: int) -> int:
     """Micro-batches of a pass that are played through: after so many a rank does the same over and over, but where all
     of a pass go forward before one goes back."""
-    return micro_batches if pipeline.schedule in ("GPipe", "LoopedBFS") else min(micro_batches, 4 * pp)
+    if pipeline.schedule in ("GPipe", "LoopedBFS"):
+        return micro_batches
+    rounds = 2 if pipeline.stages_per_rank == 1 else 4 if pipeline.schedule == "DualPipeV" else 3
+    return min(micro_batches, rounds * pp)
 
 
 def _sends(event: Event, parts: Mapping[int, _Part], stages: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import composable.plan.memory as planned
 from composable.data.loader import DataConfig
 from composable.mesh import Mesh
 from composable.models.config import DecoderConfig, LatentConfig
@@ -190,3 +191,19 @@ def test_a_mesh_that_is_not_resolved_is_refused():
     recipe = dataclasses.replace(layout(1), mesh=Mesh())
     with pytest.raises(ValueError, match=r"-1.*Recipe\.resolve"):
         memory(recipe)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"],
+)
+def test_a_long_pass_holds_what_its_beginning_does(monkeypatch, schedule, recompute, pp):
+    """Only some of the micro-batches of a long pass are played through."""
+    model = dataclasses.replace(SMALL, layers=8)
+    given = layout(pp, model, pp=pp, count=8 * pp, micro_batch=1, schedule=schedule, recompute=recompute)
+    short = memory(given)
+    monkeypatch.setattr(planned, "_played", lambda pipeline, pp, micro_batches: micro_batches)
+    for mine, all_of_it in zip(short, memory(given), strict=True):
+        assert mine.peak == pytest.approx(all_of_it.peak, rel=0.01)
