@@ -106,6 +106,9 @@ class Recipe:
     """names of weights, or patterns such as *.q_norm.weight, that init_from may lack: they keep their initial values"""
     init_dequantise: bool = False
     """read weights of init_from that are quantised in blocks (fp8 as DeepSeek-V3's, MXFP4 as gpt-oss's) as numbers"""
+    shrink: bool = False
+    """train a small twin: the same kinds of layers, dimensions of the mesh, schedule and files, on as many ranks as
+    there are, for 20 steps in float32 on the sample corpus; its run folder ends in -shrink. Other options hold too"""
     deterministic: bool = False
     """only kernels that give the same bits on every run (CPU runs do without it)"""
     mesh: Mesh = field(default_factory=Mesh)
@@ -291,14 +294,25 @@ def command_line(recipe: Recipe, args: list[str] | None = None) -> Recipe:
 
     Args:
         args: instead of `sys.argv[1:]`.
+
+    Raises:
+        ValueError: `shrink`, which is for scripts that run `composable.train.main`; with_init_model's.
     """
     words = sys.argv[1:] if args is None else args
+    told = options_over(with_init_model(recipe, words), words)
+    if told.shrink:
+        raise ValueError("--shrink makes a small twin where a recipe script trains; leave it out here")
+    return told
+
+
+def options_over(recipe: Recipe, words: Sequence[str]) -> Recipe:
+    """The recipe with options over it, as they are written on a command line."""
     if {"-h", "--help"} & set(words) and os.environ.get("RANK", "0") != "0":
         raise SystemExit(0)  # once is enough
     return tyro.cli(
         Recipe,
-        default=with_init_model(recipe, words),
-        args=args,
+        default=recipe,
+        args=words,
         description=f"Train {recipe.name}; start it with torchrun.",
         config=(tyro.conf.AvoidSubcommands,),
     )

@@ -31,8 +31,9 @@ from composable.observe.routing import LoadWindow
 from composable.optim.optimizers import build_optimizer
 from composable.optim.schedules import learning_rate
 from composable.parallel.compose import Composed, compose
-from composable.recipe import Recipe, command_line
+from composable.recipe import Recipe, options_over, with_init_model
 from composable.report import Run, finish, log
+from composable.shrink import small_twin
 from composable.state import (
     Corpus,
     TrainState,
@@ -50,13 +51,25 @@ from composable.step import NonFinite, evaluate, train_step
 def main(recipe: Recipe) -> None:
     """What a recipe script runs: options from the command line, then `train`; bad input ends it with a line a rank."""
     try:
-        train(command_line(recipe))
+        train(from_command_line(recipe, sys.argv[1:]))
     except (ValueError, OSError) as error:
         print(f"[rank {os.environ.get('RANK', '0')}] error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from error
     except NonFinite as error:
         print(f"[rank {os.environ.get('RANK', '0')}] {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from error
+
+
+def from_command_line(recipe: Recipe, words: Sequence[str]) -> Recipe:
+    """The recipe with options over it, or its small twin if they ask for that."""
+    whole = options_over(with_init_model(recipe, words), words)
+    if not whole.shrink:
+        return whole
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    twin, reduced = small_twin(whole, ranks, words)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"small twin of {recipe.name} on {ranks} ranks: {', '.join(reduced) or 'every degree fits'}", flush=True)
+    return twin
 
 
 def train(recipe: Recipe) -> TrainState:

@@ -18,10 +18,9 @@ from composable.data.loader import DataConfig, MicroBatch, accumulation
 from composable.mesh import Mesh
 from composable.models.config import DecoderConfig
 from composable.models.loss import IGNORE
-from composable.moe.config import MoEConfig
 from composable.optim.local import local
 from composable.optim.optimizers import build_optimizer
-from composable.parallel.config import Parallel, Pipeline, recompute_every
+from composable.parallel.config import Parallel, Pipeline
 from composable.recipe import Recipe
 from composable.step import train_step
 from composable.train import build_model
@@ -223,86 +222,6 @@ def _runs(recipe: Recipe, mesh: Mesh, disagrees: Callable[[Recipe, int], bool]) 
     except (ValueError, TypeError):
         return None
     return disagrees(changed, mesh.world)
-
-
-def shrink(recipe: Recipe, mesh: Mesh) -> Recipe:
-    """A recipe of the same shape that runs anywhere: the same kinds of layers, divisible by the same degrees.
-
-    Args:
-        mesh: resolved.
-    """
-    model, data, stages = recipe.model, recipe.data, recipe.pipeline.stages_per_rank
-    unit = mesh.tp * mesh.cp
-    kv_heads = _smaller(model.kv_heads, unit, 2)
-    group = min(model.heads // model.kv_heads, 2)
-    heads = kv_heads * group
-    while heads % unit or heads % kv_heads:
-        heads += kv_heads
-    head_dim, latent = 8, model.latent
-    if latent is not None:  # each query head has keys of its own
-        kv_heads = heads
-        latent = dataclasses.replace(
-            latent, q_rank=min(latent.q_rank, 12), kv_rank=10, nope_dim=4, rope_dim=4, value_dim=6
-        )
-    layers = model.layers if recipe.pipeline.split else min(model.layers, max(4, mesh.pp * max(2, stages)))
-    windows = tuple(layer for layer in model.window_layers if layer < layers)
-    tiny = dataclasses.replace(
-        model,
-        vocab_size=_smaller(model.vocab_size, mesh.tp, 48),
-        dim=heads * head_dim if model.heads * model.head_dim == model.dim else heads * head_dim + 8,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        latent=latent,
-        ffn=_smaller(model.ffn, mesh.tp, 24),
-        window=min(model.window, 5),
-        window_layers=windows or (layers - 1,) if model.window_layers else (),
-        init_std=0.2,
-        moe=None if model.moe is None else _shrunk_experts(model.moe, mesh),
-    )
-    if tiny.moe is not None and tiny.moe.first_dense:
-        tiny = dataclasses.replace(tiny, moe=dataclasses.replace(tiny.moe, first_dense=1))
-    length = 2 * mesh.cp * mesh.tp
-    seq_len = length * max(1, 16 // length)
-    micro_batch = min(data.micro_batch, 2)
-    a_pass = recipe.pipeline.micro_batches or 1
-    batches = -(-max(2, 2 * mesh.pp) // a_pass) * a_pass
-    data = dataclasses.replace(
-        data, seq_len=seq_len, micro_batch=micro_batch, global_batch=mesh.data_ranks * micro_batch * batches
-    )
-    every = recipe.parallel.recompute
-    parallel = dataclasses.replace(
-        recipe.parallel,
-        unit=min(recipe.parallel.unit, tiny.layers),
-        recompute=f"every:{min(recompute_every(every), tiny.layers)}" if every.startswith("every:") else every,
-        loss_chunk=min(recipe.parallel.loss_chunk, 5),  # so that a border of chunks is crossed
-    )
-    return dataclasses.replace(recipe, model=tiny, data=data, parallel=parallel)
-
-
-def _shrunk_experts(moe: MoEConfig, mesh: Mesh) -> MoEConfig:
-    """As many experts as the degrees and the router's groups need, and at least 8."""
-    experts = moe.experts
-    while experts % 2 == 0 and experts // 2 >= 8 and (experts // 2) % mesh.ep == (experts // 2) % moe.groups == 0:
-        experts //= 2
-    top_k = min(moe.top_k, experts // 4 or 1)
-    if moe.groups > 1:
-        top_k = min(top_k, experts // moe.groups * moe.groups_kept)
-    return dataclasses.replace(
-        moe, experts=experts, top_k=top_k, ffn=_smaller(moe.ffn, mesh.etp, 8), shared_ffn=min(moe.shared_ffn, 12)
-    )
-
-
-def _smaller(size: int, degree: int, least: int) -> int:
-    """A size of at least `least` and at most `size` that `degree` divides exactly if it divides `size`."""
-    if size <= least:
-        return size
-    step = degree if size % degree == 0 else 1
-    small = -(-least // step) * step
-    if step == 1 and degree > 1 and small % degree == 0:
-        small += 1
-    return min(size, small)
 
 
 def model_of(config: DecoderConfig) -> str:

@@ -20,9 +20,10 @@ from composable.observe.metrics import read_metrics
 from composable.optim.schedules import ScheduleConfig
 from composable.parallel.config import Parallel
 from composable.recipe import CheckpointConfig, Recipe, ValidationConfig, recipe_of
+from composable.shrink import shrink
 from composable.state import ORDER_FIELDS, Corpus, check_same_run
 from composable.train import train
-from composable.verify import compare, record, reference_of, shrink
+from composable.verify import compare, record, reference_of
 from tests.data.test_chat import WITH_GENERATION, save_bpe
 from tests.pool import RankError
 from tests.test_commands import ROOT

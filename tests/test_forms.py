@@ -11,8 +11,9 @@ from composable.mesh import Mesh
 from composable.models.decoder import Decoder
 from composable.parallel.for_ranks import Layout, held_boxes
 from composable.recipe import Recipe, command_line
+from composable.shrink import shrink
 from composable.train import build_model
-from composable.verify import compare, record, shrink
+from composable.verify import compare, record
 from tests import test_compositions as dense
 from tests.covering import Row
 

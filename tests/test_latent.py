@@ -16,8 +16,9 @@ from composable.moe.config import Balance, deepseek_v3
 from composable.parallel.for_ranks import Layout, held_boxes
 from composable.parallel.tensor import check_tensor
 from composable.recipe import CheckpointConfig, Recipe
+from composable.shrink import shrink
 from composable.train import build_model, train
-from composable.verify import compare, record, shrink
+from composable.verify import compare, record
 from tests import test_compositions as dense
 from tests.covering import Row
 from tests.test_train import recipe_of as run_of

@@ -15,7 +15,8 @@ from composable.moe.config import Balance, MoEConfig
 from composable.optim.local import local
 from composable.parallel.config import Parallel, Pipeline
 from composable.recipe import Recipe
-from composable.verify import Numbers, compare, record, reference_of, shrink, suspects
+from composable.shrink import shrink
+from composable.verify import Numbers, compare, record, reference_of, suspects
 from tests.parity import MODEL, recipe_of
 from tests.test_commands import ROOT, command
 

@@ -24,7 +24,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from composable._torch import forget_process_groups
 from composable.recipe import Recipe, command_line, recipe_of
-from composable.verify import Comparison, compare, model_of, record, reference_of, shrink, suspects
+from composable.shrink import shrink
+from composable.verify import Comparison, compare, model_of, record, reference_of, suspects
 
 T = TypeVar("T")
 EXACT = ("--dtype", "float64", "--parallel.precision", "none", "--parallel.reduce", "float32")

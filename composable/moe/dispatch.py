@@ -213,7 +213,7 @@ def sum_choices(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
         weights = None if weights is None else weights.to(rows.dtype)
         return F.embedding_bag(places, rows, mode="sum", per_sample_weights=weights)
     wide = rows[places].to(torch.float32)  # [T, K, D]
-    return (wide if weights is None else wide * weights[..., None]).sum(1).to(rows.dtype)
+    return (wide if weights is None else wide.mul_(weights[..., None])).sum(1).to(rows.dtype)
 
 
 def _to_experts(x: Tensor, exchange: Exchange | None) -> Tensor:
@@ -254,4 +254,5 @@ class _Combine(torch.autograd.Function):
         products = torch.bmm(rows.to(weights.dtype)[:, None], wide[..., None]).flatten()  # [N]
         for_weights = weights.new_zeros(weights.numel()).scatter(0, choices, products).view_as(weights)
         scaled = wide.mul_(weights.flatten().index_select(0, choices)[:, None]).to(rows.dtype)
+        del wide  # float32 beside bfloat16: twice the rows
         return _to_experts(scaled, ctx.record.exchange), for_weights, None

@@ -96,7 +96,8 @@ def _exchanged(tape: Tape, sizes: Sizes, moe: MoEConfig, x: int, router: int, to
     if moe.capacity.factor:
         sent = min(sent, int(sent * moe.capacity.factor))
     arrived = int(sent * load)
-    away, here = sent * dim * item, arrived * dim * item
+    away, here, wide = sent * dim * item, arrived * dim * item, sent * dim * sizes.wide
+    summed = away + wide if item < 4 else 0  # `sum_choices` adds rows up in float32
     travels = sizes.mesh.ep > 1
     there = tape.add(
         "experts",
@@ -104,13 +105,18 @@ def _exchanged(tape: Tape, sizes: Sizes, moe: MoEConfig, x: int, router: int, to
         x,
         extra=8 * (2 * sent + 2 * arrived * travels),
         forward=(away + here) if travels else 0,
-        backward=(here + away) if travels else 0,
+        backward=max(here + away, away + summed) if travels else summed,
     )
     done = _products(tape, sizes, moe, there, arrived, ffn)
     back = tape.add("communication", away, done, forward=here, backward=here + away) if travels else done
-    wide = sent * dim * sizes.wide
     return tape.add(
-        "experts", tokens * dim * item, back, router, keep=(back,), backward=wide + (away if item < 4 else 0)
+        "experts",
+        tokens * dim * item,
+        back,
+        router,
+        keep=(back,),
+        forward=summed + here * travels,  # what the experts gave is there to the end
+        backward=wide + (away if item < 4 else 0),
     )
 
 
