@@ -13,7 +13,6 @@ Exit code 0: something fits; 1: nothing does, and what would help is said; 2: an
 
 import dataclasses
 import json
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from composable.plan import advice, picture, report
 from composable.plan.devices import cluster
 from composable.plan.layout import Layout
 from composable.plan.search import Candidate, Space, search, work_out
-from composable.recipe import command_line, recipe_of
+from composable.recipe import Recipe, command_line, recipe_of
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,8 @@ def plan(options: Options, rest: list[str]) -> int:
     if options.explain:
         text = "" if options.explain == "own" else options.explain
         one = work_out(Layout.parse(text, recipe), recipe, options.gpus, nodes, options.load)
-        print("\n".join(report.explained(one, nodes)))
-        return _finish(options, [one], [], int(one.worst.total > nodes.device.usable))
+        print("\n".join(report.explained(one, recipe, nodes)))
+        return _finish(options, recipe, [one], [], int(one.worst.total > nodes.device.usable))
     space = Space(options.micro_batch, schedule=options.schedule, offload=options.offload)
     with tqdm(desc="layouts", disable=None, leave=False) as bar:
 
@@ -101,17 +100,21 @@ def plan(options: Options, rest: list[str]) -> int:
     if not found.best:
         help_ = advice.remedies(recipe, options.gpus, nodes, space, options.load)
         print("\n".join(["nothing fits", *report.listed("why", why), *report.listed("what would help", help_)]))
-        return _finish(options, [], [*why, *help_], 1)
+        return _finish(options, recipe, [], [*why, *help_], 1)
     first = found.best[0]
     beside = advice.neighbours(first, recipe, options.gpus, nodes, options.load)
-    print("\n".join(["", *report.table(found.best), "", f"options of the first: {shlex.join(first.layout.options)}"]))
+    print(
+        "\n".join(
+            ["", *report.table(found.best), "", f"options of the first: {report.said_options(first.layout, recipe)}"]
+        )
+    )
     print("\n".join([*report.listed("why", why), *report.beside(beside)]))
-    return _finish(options, list(found.best), why, 0)
+    return _finish(options, recipe, list(found.best), why, 0)
 
 
-def _finish(options: Options, found: list[Candidate], why: list[str], code: int) -> int:
+def _finish(options: Options, recipe: Recipe, found: list[Candidate], why: list[str], code: int) -> int:
     if options.json is not None:
-        facts = {"layouts": [report.as_values(each) for each in found], "why": why}
+        facts = {"layouts": [report.as_values(each, recipe) for each in found], "why": why}
         options.json.write_text(json.dumps(facts, indent=2) + "\n")
     if options.png is not None and found:
         picture.draw(found[0], options.png)

@@ -215,8 +215,8 @@ def inner(
             )
             return tape.add("attention", out, mixed)
         if values != width and not sizes.accelerator:  # no CPU kernel has values of another width: all scores exist
-            scores = sizes.seen * heads * sizes.length * item
-            extra = scores + (queries + pair // 2) * item + out
+            scores = sizes.seen * heads * sizes.length * wide
+            extra = scores + (queries + pair // 2) * wide + out
             mixed = tape.add("attention", out, q, k, v, extra=extra, forward=scores, backward=2 * scores)
             return tape.add("attention", out, mixed)
         extra = sums + area * item

@@ -107,15 +107,16 @@ class Layout:
             pipeline=pipeline,
         )
 
-    @property
-    def options(self) -> list[str]:
-        """The words of a command line that give this layout to a recipe."""
-        words = []
+    def options(self, recipe: Recipe) -> list[str]:
+        """The words of a command line that give this layout to a recipe: what differs from its own."""
+        own, words = Layout.of(recipe), []
         for name in MESH:
-            words += [f"--mesh.{name.replace('_', '-')}", str(getattr(self.mesh, name))]
+            degree, before = getattr(self.mesh, name), getattr(own.mesh, name)
+            if degree != before and not (before == -1 and degree > 0):  # -1 takes what is left
+                words += [f"--mesh.{name.replace('_', '-')}", str(degree)]
         for name, option in OTHERS.items():
             value = getattr(self, name)
-            if name in ("schedule", "virtual") and self.mesh.pp == 1:
+            if value == getattr(own, name) or (name in ("schedule", "virtual") and self.mesh.pp == 1):
                 continue
             if name == "offload":
                 words += ["--parallel.offload"] if value else ["--parallel.no-offload"]

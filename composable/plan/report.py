@@ -11,6 +11,7 @@ from composable.checkpoint.budget import size_text
 from composable.models.count import count_parameters
 from composable.plan.advice import Neighbour
 from composable.plan.devices import Cluster
+from composable.plan.layout import Layout
 from composable.plan.search import Candidate, Plan
 from composable.plan.traffic import traffic
 from composable.recipe import Recipe
@@ -51,8 +52,13 @@ def table(found: Sequence[Candidate]) -> list[str]:
     return lines
 
 
-def explained(one: Candidate, cluster: Cluster) -> list[str]:
-    """Everything of one layout."""
+def said_options(layout: Layout, recipe: Recipe) -> str:
+    """The options to paste."""
+    return shlex.join(layout.options(recipe)) or "none, the recipe has this layout"
+
+
+def explained(one: Candidate, recipe: Recipe, cluster: Cluster) -> list[str]:
+    """Everything of one layout; `recipe` as it is without it."""
     held, time = one.worst, one.time
     fits = held.total <= cluster.device.usable
     lines = [
@@ -76,7 +82,7 @@ def explained(one: Candidate, cluster: Cluster) -> list[str]:
     lines += [f"  {name:<24}{each:>9.3g} s  {each / time.total:>6.1%}" for name, each in seconds.items() if each]
     if time.hidden:
         lines.append(f"  {'hidden behind it':<24}{time.hidden:>9.3g} s")
-    return [*lines, f"options: {shlex.join(one.layout.options)}"]
+    return [*lines, f"options: {said_options(one.layout, recipe)}"]
 
 
 def listed(title: str, lines: Iterable[str]) -> list[str]:
@@ -90,11 +96,11 @@ def beside(found: Sequence[Neighbour]) -> list[str]:
     return listed("instead of the first", [f"{each.change:<{width}}  {each.verdict}" for each in found])
 
 
-def as_values(one: Candidate) -> dict[str, Any]:
-    """All of a layout, as JSON has it."""
+def as_values(one: Candidate, recipe: Recipe) -> dict[str, Any]:
+    """All of a layout, as JSON has it; `recipe` as it is without it."""
     return {
         "layout": dataclasses.asdict(one.layout),
-        "options": one.layout.options,
+        "options": one.layout.options(recipe),
         "memory": [{**dataclasses.asdict(rank), "peak": rank.peak, "total": rank.total} for rank in one.memory],
         "traffic": [dataclasses.asdict(flow) for flow in traffic(one.recipe)],
         "time": {

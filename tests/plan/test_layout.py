@@ -54,8 +54,9 @@ def test_its_options_give_a_recipe_the_same_layout(text):
     layout = Layout.parse(text, RECIPE)
     put = layout.put_into(RECIPE)
     assert Layout.of(put) == layout if layout.mesh.pp > 1 else Layout.of(put).mesh == layout.mesh
-    told = command_line(RECIPE, layout.options)
-    assert told.options() == put.options()
+    told = command_line(RECIPE, layout.options(RECIPE))
+    assert told.resolve(8)[0].options() == put.resolve(8)[0].options()
+    assert not Layout.of(RECIPE).options(RECIPE)
 
 
 def test_a_split_by_hand_stays_with_its_stages_only():

@@ -38,8 +38,7 @@ def test_the_best_are_shown_with_why_and_the_options_to_paste(plan, tmp_path):
     options = next(line for line in out if line.startswith("options of the first: "))
     told = command_line(recipe_of(DEBUG), options.partition(": ")[2].split())
     facts = json.loads((tmp_path / "p.json").read_text())["layouts"]
-    assert told.options()["mesh"] == facts[0]["layout"]["mesh"]
-    assert told.resolve(8)
+    assert told.resolve(8)[0].options()["mesh"] == facts[0]["layout"]["mesh"]
     seconds = [float(f"{each['time']['total']:.2e}") for each in facts]
     assert seconds == sorted(seconds)
     assert all(rank["total"] < 4 * 2**30 for each in facts for rank in each["memory"])
@@ -51,7 +50,14 @@ def test_one_layout_is_explained_and_drawn(plan, tmp_path):
     code, out, _ = plan("--gpus", 8, "--explain", "tp=2,pp=2,data=zero1,recompute=full", "--png", picture)
     assert code == 0
     text = "\n".join(out)
-    for part in ("dp_shard 2, tp 2, pp 2", "memory of pipeline rank", "fits", "sequence", "bubble", "--mesh.tp 2"):
+    for part in (
+        "dp_shard 2, tp 2, pp 2",
+        "memory of pipeline rank",
+        "fits",
+        "sequence",
+        "bubble",
+        "--mesh.tp 2 --mesh.pp 2",
+    ):
         assert part in text
     assert picture.read_bytes().startswith(b"\x89PNG")
     own, out, _ = plan("--gpus", 8, "--explain", "own")
