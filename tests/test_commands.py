@@ -41,7 +41,7 @@ def commands_of_the_readme() -> list[str]:
     text = (ROOT / "README.md").read_text().replace("\\\n", " ")
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     found = [line for line in lines if line.startswith(("torchrun", "python")) and " recipes/" in line]
-    return [line for line in found if not re.search(r"by_hand|bench_step|--help|\.\.\.$", line)]
+    return [line for line in found if not re.search(r"by_hand|bench_step|tools/plan|--help|\.\.\.$", line)]
 
 
 @pytest.mark.parametrize("command", commands_of_the_readme())

@@ -142,6 +142,7 @@ def check_run(out: Path, steps: int, *, validated: bool = True) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_dense_twin_trains_on_tensor_and_pipeline_ranks_as_people_type_it(tmp_path):
     said = run("recipes/dense_405b.py", 4, "--shrink", "--steps", "3", "--out", str(tmp_path / "run"))
     assert said.count("small twin of dense_405b on 4 ranks: tp 8 -> 2, pp 16 -> 2") == 1

@@ -31,24 +31,26 @@ from composable.step import train_step
 from composable.train import build_model
 from composable.verify import micro_batch
 
-MODEL = DecoderConfig(vocab_size=64, dim=64, layers=8, heads=8, kv_heads=8, head_dim=8, ffn=192)
+MODEL = DecoderConfig(vocab_size=64, dim=64, layers=4, heads=4, kv_heads=4, head_dim=16, ffn=192)
 RECIPE = Recipe(
-    "sleeps", MODEL, dtype="float64", mesh=Mesh(), data=DataConfig(seq_len=32, global_batch=32, micro_batch=1)
+    "sleeps", MODEL, dtype="float64", mesh=Mesh(), data=DataConfig(seq_len=32, global_batch=16, micro_batch=1)
 )
-FLOPS = 6 * 8 * (4 * 64 * 64 + 3 * 64 * 192) * 32 * 32  # of a step, nearly
+FLOPS = 6 * 4 * (4 * 64 * 64 + 3 * 64 * 192) * 16 * 32  # of a step, nearly
+SECONDS = 4.0
+"""that a step takes on eight devices that never wait: so long that what two cores really do counts little"""
 CLUSTER = cluster(
     "cpu",
     (
-        f"float64={FLOPS / 8:.0f}",  # a step takes a second, evenly shared
+        f"float64={FLOPS / 8 / SECONDS:.0f}",
         "memory_bandwidth=1000TB",  # other operators take nothing
-        "inside=60000000",
-        "across=60000000",
-        "inside_latency=2000us",
-        "across_latency=2000us",
+        "inside=10000000",
+        "across=10000000",
+        "inside_latency=4000us",
+        "across_latency=4000us",
         "per_node=8",
     ),
 )
-SPACE = Space(micro_batch=(1,), data=("ddp", "zero1", "zero3"), recompute=("none",))
+SPACE = Space(micro_batch=(1,), data=("ddp", "zero3"), recompute=("none",))
 
 
 class Sleeping(DispatchMode):
@@ -111,7 +113,7 @@ def test_the_first_choice_is_within_a_tenth_of_the_best_of_all_legal_layouts(ran
         except ValueError:
             continue
         found[one.layout] = (max(ranks(8, measured, one.recipe)), one.time.total)
-    assert len(found) >= 20
+    assert len(found) >= 12
     best = min(took for took, _ in found.values())
     told = sorted((took, predicted, str(layout)) for layout, (took, predicted) in found.items())
     assert found[plan.best[0].layout][0] < 1.1 * best, told

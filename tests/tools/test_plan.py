@@ -1,10 +1,14 @@
 """The planner as a command."""
 
 import json
+import shlex
 import sys
 
 import pytest
+import tyro
 
+from composable.plan.devices import cluster
+from composable.plan.layout import Layout
 from composable.recipe import command_line, recipe_of
 from tests.test_commands import ROOT
 
@@ -43,6 +47,21 @@ def test_the_best_are_shown_with_why_and_the_options_to_paste(plan, tmp_path):
     assert seconds == sorted(seconds)
     assert all(rank["total"] < 4 * 2**30 for each in facts for rank in each["memory"])
     assert facts[0]["traffic"]
+
+
+def test_the_commands_of_the_readme_are_read(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import plan as tool
+
+    lines = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("python tools/plan.py")]
+    assert len(lines) >= 4
+    for line in lines:
+        options, rest = tyro.cli(tool.Options, args=shlex.split(line)[2:], return_unknown_args=True)
+        recipe = command_line(recipe_of(ROOT / options.recipe), rest)
+        assert cluster(options.device, options.cluster)
+        if options.explain:
+            layout = Layout.parse(options.explain, recipe)
+            assert layout.put_into(recipe).resolve(options.gpus)
 
 
 def test_one_layout_is_explained_and_drawn(plan, tmp_path):
