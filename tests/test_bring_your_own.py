@@ -86,6 +86,7 @@ def test_every_layout_of_a_transformers_llama_has_the_numbers_of_one_process(nam
     assert result.errors.keys() >= {"loss", "norm", "norms gradient", "attention weight", "head weight"}
 
 
+@pytest.mark.slow
 def test_compiled_blocks_agree_up_to_the_float32_in_which_the_model_has_its_norms(ranks, reference):
     recipe = recipe_of(Mesh(dp_shard=1, tp=2), {"parallel": Parallel(compile=True)})
     result = compare(ranks(2, record, recipe, 2, 3)[0], reference(recipe), 1e-5)

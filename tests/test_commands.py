@@ -129,7 +129,7 @@ def test_bad_input_ends_every_rank_with_one_clear_line_and_no_run_folder(text, t
     assert not out.exists()
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.slow), "2"])
 def test_a_terminated_job_saves_and_goes_on_where_it_was(workers, text, tmp_path):
     args = [*TINY, "--data.path", text, "--steps", "60", "--checkpoint.every", "0", "--data.workers", workers]
     run("recipes/dense_debug.py", 2, *args, "--out", str(tmp_path / "straight"))

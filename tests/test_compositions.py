@@ -156,6 +156,7 @@ def test_three_dimensions_at_once_have_the_numbers_of_one_process(row, ranks, re
     check(row, ranks, reference)
 
 
+@pytest.mark.slow
 def test_code_compiled_for_a_group_that_is_gone_is_not_used_for_another(ranks, reference):
     base = dict(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, data="zero1", accumulate=1, schedule=None, context=None)
     for degrees in (dict(tp=4), dict(tp=2, dp_shard=2)):

@@ -214,6 +214,7 @@ def test_a_run_resumes_on_any_number_of_ranks_and_kind_of_data_parallelism(ranks
     same_runs(tmp_path / "moving", tmp_path / "straight")
 
 
+@pytest.mark.slow
 def test_a_run_moves_between_tensor_context_and_pipeline_layouts(ranks, text, tmp_path):
     model = dataclasses.replace(MODEL, layers=4, heads=4, kv_heads=2, dim=24, tied=True)
     straight = recipe_of(text, tmp_path / "straight", 18, model=model)

@@ -123,9 +123,8 @@ def step_time(
         rank = min(asked, key=lambda each: abs(each - owners[number]))
         blocks = sum(len(s.layers) for s, owner in zip(stages, owners, strict=True) if owner == rank)
         share = len(stage.layers) / blocks / count if blocks else 0.0
-        waits.append({
-            purpose: share * time for purpose, time in _waited(recipe, cluster, flows[rank], rank).items()
-        })  # fmt: skip
+        waited = _waited(recipe, cluster, flows[rank], rank)
+        waits.append({purpose: share * time for purpose, time in waited.items()})
     data = {rank: _beside(recipe, cluster, flows[rank], rank) for rank in asked}
     tokens = recipe.data.global_batch * recipe.data.seq_len
     peak = cluster.device.peak(_dtype(recipe)) * mesh.world

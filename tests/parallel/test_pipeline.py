@@ -229,7 +229,10 @@ def test_four_ranks(schedule, ranks):
     check_all(ranks, [Case(Pipeline(schedule), number, 1, TIED, mesh) for number in (numbers[0], numbers[-1])])
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [name if name in ("1F1B", "ZBVZeroBubble") else pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULES],
+)
 def test_data_parallelism_on_top_in_one_pass_or_two(schedule, ranks):
     sharded, replicated = Mesh(pp=2, dp_shard=2), Mesh(pp=2, dp_replicate=2, dp_shard=1)
     meshes = {"zero1": sharded, "zero2": sharded, "zero3": sharded, "ddp": replicated}
