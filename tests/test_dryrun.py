@@ -80,12 +80,18 @@ def check(row: Row, ranks) -> None:
 
 
 def check_peaks(pretended: list[int], real: list[int], recipe: Recipe, ranks) -> None:
-    """Within 5%. What is on its way is held until it has arrived, so a busy machine holds more: it has more chances."""
+    """Within 5%, and in a pipeline two transfers: a real rank holds what it sent until that is known to have arrived,
+    a busy one for longer, which has more chances."""
+    mesh, data = recipe.mesh, recipe.data
+    border = data.micro_batch * data.seq_len // (mesh.cp * mesh.tp) * recipe.model.dim * recipe.torch_dtype.itemsize
+    more = 2 * border if mesh.pp > 1 else 0
     for _ in range(3):
-        if any(theirs > 1.05 * mine for mine, theirs in zip(pretended, real, strict=True)):
-            again = [report.peak for report, _ in ranks(recipe.mesh.world, really, recipe)]
+        if any(theirs > 1.05 * mine + more for mine, theirs in zip(pretended, real, strict=True)):
+            again = [report.peak for report, _ in ranks(mesh.world, really, recipe)]
             real = [min(pair) for pair in zip(real, again, strict=True)]
-    assert pretended == [pytest.approx(theirs, rel=0.05) for theirs in real]
+    assert all(
+        -0.05 * theirs <= theirs - mine <= 0.05 * theirs + more for mine, theirs in zip(pretended, real, strict=True)
+    ), (pretended, real, more)
 
 
 @pytest.mark.parametrize("row", DENSE + EXPERTS, ids=name)

@@ -116,19 +116,18 @@ def search(
     found: list[Candidate] = []
     worked_out = too_large = 0
     for number, (least, layout) in enumerate(open_):
-        if len(found) >= top and least > 1.01 * found[top - 1].time.total:
+        beat = found[top - 1].time.total if len(found) >= top else math.inf
+        if least > 1.01 * beat:
             break
         advance(number, len(open_))
-        fits = _first_that_fits(layout, recipe, world, cluster, space, load)
+        fits = _first_that_fits(layout, recipe, world, cluster, space, load, beat)
         worked_out += 1
-        too_large += fits is None
-        if fits is not None:
+        if fits is None:
+            too_large += 1
+        else:
             found = sorted([*found, fits], key=_better)[: max(top, 1)]
     advance(len(open_), len(open_))
-    best = [work_out(each.layout, recipe, world, cluster, load) for each in found]
-    kept = [each for each in best if each.worst.total <= cluster.device.usable]
-    kept.sort(key=_better)
-    return Plan(tuple(kept), len(open_), worked_out, too_large + len(best) - len(kept), dict(refused))
+    return Plan(tuple(found), len(open_), worked_out, too_large, dict(refused))
 
 
 def _better(candidate: Candidate) -> tuple[float, int]:
@@ -137,17 +136,24 @@ def _better(candidate: Candidate) -> tuple[float, int]:
 
 
 def _first_that_fits(
-    layout: Layout, recipe: Recipe, world: int, cluster: Cluster, space: Space, load: float
+    layout: Layout, recipe: Recipe, world: int, cluster: Cluster, space: Space, load: float, beat: float
 ) -> Candidate | None:
-    """With the least recomputation that fits, by the memory of the first rank."""
-    most = _that_fits(dataclasses.replace(layout, recompute=space.recompute[-1]), recipe, world, cluster, load)
-    if most is None:
+    """With the least recomputation that fits; of what takes longer than `beat` seconds by the memory of the first rank
+    of the pipeline alone."""
+    most = dataclasses.replace(layout, recompute=space.recompute[-1])
+    if _that_fits(most, recipe, world, cluster, load) is None:
         return None
-    for recompute in space.recompute[:-1]:
-        found = _that_fits(dataclasses.replace(layout, recompute=recompute), recipe, world, cluster, load)
-        if found is not None:
+    for recompute in space.recompute:
+        each = dataclasses.replace(layout, recompute=recompute)
+        found = _that_fits(each, recipe, world, cluster, load)
+        if found is None:
+            continue
+        if layout.mesh.pp == 1 or found.time.total > 1.01 * beat:
             return found
-    return most
+        whole = work_out(each, recipe, world, cluster, load)
+        if whole.worst.total <= cluster.device.usable:
+            return whole
+    return None
 
 
 def _that_fits(layout: Layout, recipe: Recipe, world: int, cluster: Cluster, load: float) -> Candidate | None:
