@@ -22,7 +22,7 @@ import tyro
 from tqdm import tqdm
 
 from composable.plan import advice, picture, report
-from composable.plan.devices import cluster
+from composable.plan.devices import Cluster, cluster
 from composable.plan.layout import Layout
 from composable.plan.search import Candidate, Space, search, work_out
 from composable.recipe import Recipe, command_line, recipe_of
@@ -86,7 +86,7 @@ def plan(options: Options, rest: list[str]) -> int:
         text = "" if options.explain == "own" else options.explain
         one = work_out(Layout.parse(text, recipe), recipe, options.gpus, nodes, options.load)
         print("\n".join(report.explained(one, recipe, nodes)))
-        return _finish(options, recipe, [one], [], int(one.worst.total > nodes.device.usable))
+        return _finish(options, recipe, nodes, [one], [], int(one.worst.total > nodes.device.usable))
     space = Space(options.micro_batch, schedule=options.schedule, offload=options.offload)
     with tqdm(desc="layouts", disable=None, leave=False) as bar:
 
@@ -100,7 +100,7 @@ def plan(options: Options, rest: list[str]) -> int:
     if not found.best:
         help_ = advice.remedies(recipe, options.gpus, nodes, space, options.load)
         print("\n".join(["nothing fits", *report.listed("why", why), *report.listed("what would help", help_)]))
-        return _finish(options, recipe, [], [*why, *help_], 1)
+        return _finish(options, recipe, nodes, [], [*why, *help_], 1)
     first = found.best[0]
     beside = advice.neighbours(first, recipe, options.gpus, nodes, options.load)
     print(
@@ -109,12 +109,12 @@ def plan(options: Options, rest: list[str]) -> int:
         )
     )
     print("\n".join([*report.listed("why", why), *report.beside(beside)]))
-    return _finish(options, recipe, list(found.best), why, 0)
+    return _finish(options, recipe, nodes, list(found.best), why, 0)
 
 
-def _finish(options: Options, recipe: Recipe, found: list[Candidate], why: list[str], code: int) -> int:
+def _finish(options: Options, recipe: Recipe, nodes: Cluster, found: list[Candidate], why: list[str], code: int) -> int:
     if options.json is not None:
-        facts = {"layouts": [report.as_values(each, recipe) for each in found], "why": why}
+        facts = {"layouts": [report.as_values(each, recipe, nodes) for each in found], "why": why}
         options.json.write_text(json.dumps(facts, indent=2) + "\n")
     if options.png is not None and found:
         picture.draw(found[0], options.png)

@@ -13,7 +13,7 @@ from composable.plan.advice import Neighbour
 from composable.plan.devices import Cluster
 from composable.plan.layout import Layout
 from composable.plan.search import Candidate, Plan
-from composable.plan.traffic import traffic
+from composable.plan.traffic import Flow, traffic
 from composable.recipe import Recipe
 
 
@@ -74,7 +74,7 @@ def explained(one: Candidate, recipe: Recipe, cluster: Cluster) -> list[str]:
     lines += [
         f"  {flow.purpose:<24}{size_text(flow.bytes):>10}  {flow.kind} over {flow.group} ({flow.ranks} ranks), "
         f"{flow.count:,} calls{', beside computation' if flow.hides else ''}"
-        for flow in traffic(one.recipe)
+        for flow in _flows(one, cluster)
     ]
     lines += [f"a step takes {time.total:.3g} s: {time.tokens_per_second:,.0f} tokens/s, MFU {time.mfu:.1%}"]
     seconds = {"computation": time.compute, **{f"waits: {p}": t for p, t in time.waited.items()}}
@@ -83,6 +83,10 @@ def explained(one: Candidate, recipe: Recipe, cluster: Cluster) -> list[str]:
     if time.hidden:
         lines.append(f"  {'hidden behind it':<24}{time.hidden:>9.3g} s")
     return [*lines, f"options: {said_options(one.layout, recipe)}"]
+
+
+def _flows(one: Candidate, cluster: Cluster) -> tuple[Flow, ...]:
+    return traffic(one.recipe, accelerator=cluster.device.name != "cpu", ranks_per_node=cluster.per_node)
 
 
 def listed(title: str, lines: Iterable[str]) -> list[str]:
@@ -96,13 +100,13 @@ def beside(found: Sequence[Neighbour]) -> list[str]:
     return listed("instead of the first", [f"{each.change:<{width}}  {each.verdict}" for each in found])
 
 
-def as_values(one: Candidate, recipe: Recipe) -> dict[str, Any]:
+def as_values(one: Candidate, recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
     """All of a layout, as JSON has it; `recipe` as it is without it."""
     return {
         "layout": dataclasses.asdict(one.layout),
         "options": one.layout.options(recipe),
         "memory": [{**dataclasses.asdict(rank), "peak": rank.peak, "total": rank.total} for rank in one.memory],
-        "traffic": [dataclasses.asdict(flow) for flow in traffic(one.recipe)],
+        "traffic": [dataclasses.asdict(flow) for flow in _flows(one, cluster)],
         "time": {
             **dataclasses.asdict(dataclasses.replace(one.time, events=())),
             "total": one.time.total,

@@ -79,6 +79,10 @@ def test_one_layout_is_explained_and_drawn(plan, tmp_path):
     ):
         assert part in text
     assert picture.read_bytes().startswith(b"\x89PNG")
+    whole, _, _ = plan("--gpus", 16, "--gpus-per-node", 4, "--explain", "tp=2", "--json", tmp_path / "e.json")
+    facts = json.loads((tmp_path / "e.json").read_text())["layouts"][0]
+    assert whole == 0
+    assert {flow["group"] for flow in facts["traffic"]} >= {"tp", "dp_shard"}
     own, out, _ = plan("--gpus", 8, "--explain", "own")
     assert own == 0
     assert any(line.startswith("dp_shard 8, micro-batch") for line in out)
