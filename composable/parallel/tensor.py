@@ -167,7 +167,7 @@ def _row(scatter: Forward, module: nn.Linear) -> Forward:
 
 def _shared_heads(config: DecoderConfig, mesh: DeviceMesh, module: nn.Linear) -> Forward:
     """Keys or values of the heads that this rank's query heads need, from a weight that every rank holds whole."""
-    given = _given_heads(config, mesh.size(), mesh.get_local_rank())
+    given = given_heads(config, mesh.size(), mesh.get_local_rank())
     first, count = given[0], given[-1] - given[0] + 1
     rows = slice(first * config.head_dim, (first + count) * config.head_dim)
 
@@ -181,7 +181,7 @@ def _shared_heads(config: DecoderConfig, mesh: DeviceMesh, module: nn.Linear) ->
     return forward
 
 
-def _given_heads(config: DecoderConfig, ranks: int, rank: int) -> list[int]:
+def given_heads(config: DecoderConfig, ranks: int, rank: int) -> list[int]:
     """Key/value heads as a rank's attention is given them: each once where they serve equally many of its query heads
     in turn, else one for each query head."""
     queries, share = config.heads // ranks, config.heads // config.kv_heads
@@ -199,7 +199,7 @@ def _wide_norm(group: dist.ProcessGroup, module: nn.RMSNorm) -> Forward:
 
 def _norm_of_shared_heads(config: DecoderConfig, mesh: DeviceMesh, module: nn.RMSNorm) -> Forward:
     """RMSNorm over key heads of which several ranks have the same, by a weight that every rank holds whole."""
-    given = [_given_heads(config, mesh.size(), rank) for rank in range(mesh.size())]
+    given = [given_heads(config, mesh.size(), rank) for rank in range(mesh.size())]
     copies = Counter(head for heads in given for head in heads)
     mine = given[mesh.get_local_rank()]
     heads = torch.tensor(mine, device=mesh.device_type)

@@ -10,12 +10,10 @@ from composable.checkpoint.budget import size_text
 from composable.mesh import Mesh
 from composable.plan.devices import Cluster
 from composable.plan.layout import Layout
-from composable.plan.memory import RankMemory, memory, worst
+from composable.plan.memory import Planned, RankMemory, memory, worst
 from composable.plan.search import LONG, Candidate, Plan, Space, search, work_out
-from composable.recipe import Recipe
 
 MOST_DEVICES = 1 << 16
-STATES = ("parameters", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Neighbour:
     verdict: str
 
 
-def way(recipe: Recipe, world: int, cluster: Cluster, load: float = 1.0) -> list[str]:
+def way(recipe: Planned, world: int, cluster: Cluster, load: float = 1.0) -> list[str]:
     """The questions that lead to a kind of layout, in their order, with this recipe's answers."""
     said: list[str] = []
     limit = size_text(cluster.device.usable)
@@ -57,7 +55,7 @@ def way(recipe: Recipe, world: int, cluster: Cluster, load: float = 1.0) -> list
     return said
 
 
-def _sharded(least: Layout, recipe: Recipe, world: int, cluster: Cluster, load: float) -> Iterator[str]:
+def _sharded(least: Layout, recipe: Planned, world: int, cluster: Cluster, load: float) -> Iterator[str]:
     limit = cluster.device.usable
     inside = min(cluster.per_node, world)
     for what, mesh in (
@@ -79,7 +77,7 @@ def _sharded(least: Layout, recipe: Recipe, world: int, cluster: Cluster, load: 
     yield "the layers of one stage are fewer: a pipeline"
 
 
-def _held(layout: Layout, recipe: Recipe, world: int, cluster: Cluster, load: float, batch: int) -> RankMemory | str:
+def _held(layout: Layout, recipe: Planned, world: int, cluster: Cluster, load: float, batch: int) -> RankMemory | str:
     """Of a layout with a global batch that it divides; or why it is not legal."""
     recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, global_batch=batch))
     try:
@@ -94,7 +92,7 @@ def _states(held: RankMemory) -> str:
     return f"weights, gradients and optimizer state take {size_text(sum(sizes))}"
 
 
-def neighbours(best: Candidate, recipe: Recipe, world: int, cluster: Cluster, load: float = 1.0) -> list[Neighbour]:
+def neighbours(best: Candidate, recipe: Planned, world: int, cluster: Cluster, load: float = 1.0) -> list[Neighbour]:
     """What stands against the layouts next to the best one: a rule, memory, or time."""
     found = []
     for change, layout in _next_to(best.layout, recipe, cluster):
@@ -125,7 +123,7 @@ def _cost(candidate: Candidate) -> str:
     return f"{most} {waits[most] / time.total:.0%} of the step"
 
 
-def _next_to(layout: Layout, recipe: Recipe, cluster: Cluster) -> Iterator[tuple[str, Layout]]:
+def _next_to(layout: Layout, recipe: Planned, cluster: Cluster) -> Iterator[tuple[str, Layout]]:
     """Half and twice each degree that is in use or could be, paid for by dp_shard; the other choices one by one."""
     mesh = layout.mesh
     for name in ("tp", "pp", "cp", "ep"):
@@ -153,7 +151,7 @@ def _next_to(layout: Layout, recipe: Recipe, cluster: Cluster) -> Iterator[tuple
                 yield data, dataclasses.replace(layout, data=data)
 
 
-def remedies(recipe: Recipe, world: int, cluster: Cluster, space: Space, load: float = 1.0) -> list[str]:
+def remedies(recipe: Planned, world: int, cluster: Cluster, space: Space, load: float = 1.0) -> list[str]:
     """What to change where no layout fits: offload, or more devices, the fewest that do by doubling."""
     said = []
     if not space.offload:

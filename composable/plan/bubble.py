@@ -22,6 +22,8 @@ Kind = Literal["F", "B", "I", "W"]
 """forward; whole backward; backward for the gradient of the stage's input; then for those of its weights"""
 Instruction = tuple[str, int, int]
 """what of which stage and micro-batch: a kind, SEND_F, RECV_F, SEND_B, RECV_B, or AWAIT: an input half of nothing"""
+Action = tuple[str, int, int | None]
+"""an instruction, or what happens to the parameters of a stage: UNSHARD, RESHARD, REDUCE_GRAD"""
 
 
 @dataclass(frozen=True)
@@ -153,12 +155,18 @@ def simulate(
     return Simulation(max(ends), busy, alive, waiting, flat)
 
 
-@functools.lru_cache(maxsize=256)
 def action_lists(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> list[list[Instruction]]:
+    """What each rank computes and sends in a pass, in order [ranks]: `all_actions` without those on parameters."""
+    programs = all_actions(schedule, pp, stages_per_rank, micro_batches)
+    return [[(kind, stage, index) for kind, stage, index in mine if index is not None] for mine in programs]
+
+
+@functools.lru_cache(maxsize=256)
+def all_actions(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> list[list[Action]]:
     """What each rank does in a pass, in order [ranks]: torch's lists, computed without a process group.
 
     torch's schedules build the lists of all ranks when they are made, and look at nothing of their stages but which
-    they are. What happens to parameters (unshard, reshard, reduce) is left out.
+    they are.
     """
     build: Any = get_schedule_class(schedule)
     stages = [
@@ -178,19 +186,18 @@ def _no_loss(*_: Any) -> Any:
     """Schedules without a loss function would have no backward pass."""
 
 
-def _flat(actions: Sequence[Any]) -> list[Instruction]:
+def _flat(actions: Sequence[Any]) -> list[Action]:
     """torch executes a forward that "overlaps" a backward before it, one after the other."""
-    flat: list[Instruction] = []
-    for action in actions:
-        for each in () if action is None else action.sub_actions or (action,):
-            if each.microbatch_index is not None:
-                flat.append((each.computation_type.value, each.stage_index, each.microbatch_index))
-    return flat
+    return [
+        (each.computation_type.value, each.stage_index, each.microbatch_index)
+        for action in actions
+        for each in (() if action is None else action.sub_actions or (action,))
+    ]
 
 
-def _with_transfers(program: Sequence[Instruction], pp: int) -> list[Instruction]:
+def _with_transfers(program: Sequence[Action], pp: int) -> list[Action]:
     """The list of a rank with one stage, whose loop receives right before it computes and sends right after."""
-    result: list[Instruction] = []
+    result: list[Action] = []
     forwards = 0
     for kind, stage, index in program:
         back = kind != "F"

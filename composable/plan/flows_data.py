@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
-
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from composable.mesh import Mesh
 from composable.models.config import DecoderConfig
 from composable.parallel.config import DataKind, Pipeline
 from composable.parallel.split import Stage
-from composable.plan.bubble import action_lists
+from composable.plan.bubble import all_actions
 from composable.plan.calls import Call, Groups
 from composable.plan.exchange import Items
 from composable.plan.shards import Unit, Units, Weight, outer_weights, rows
@@ -50,13 +45,13 @@ def turns_in_pipeline(
     Args:
         micro_batches: of one pass.
     """
-    program = _programs(pipeline.schedule, pp, pipeline.stages_per_rank, micro_batches)[rank]
-    stages = sorted({stage for _, stage in program})
+    program = all_actions(pipeline.schedule, pp, pipeline.stages_per_rank, micro_batches)[rank]
+    stages = sorted({stage for _, stage, _ in program})
     reduced = passes if data in ("zero2", "zero3") else 1
     there = {(stage, keeps): False for stage in stages for keeps in (True, False)}
     gathers = dict.fromkeys(there, 0)
     for index in range(passes):
-        for kind, stage in program:
+        for kind, stage, _ in program:
             for keeps in (True, False):
                 key = stage, keeps
                 if kind in ("UNSHARD", "F", "B", "I", "W"):
@@ -67,29 +62,6 @@ def turns_in_pipeline(
         if reduced == passes or index == passes - 1:
             there = dict.fromkeys(there, False)
     return {stage: Turns(gathers[stage, True], gathers[stage, False], reduced, reduced) for stage in stages}
-
-
-@functools.lru_cache(maxsize=64)
-def _programs(schedule: str, pp: int, stages_per_rank: int, micro_batches: int) -> list[list[tuple[str, int]]]:
-    """(what, stage) in the order of each rank [ranks]: torch's lists, with what happens to parameters."""
-    build: Any = get_schedule_class(schedule)
-    if issubclass(build, PipelineScheduleSingle):
-        lists = action_lists(schedule, pp, stages_per_rank, micro_batches)
-        return [[(kind, stage) for kind, stage, _ in mine] for mine in lists]
-    count = pp * stages_per_rank
-    stages = [
-        SimpleNamespace(stage_index=pp * index, num_stages=count, group_size=pp, group_rank=0, submod=None)
-        for index in range(stages_per_rank)
-    ]
-    order = build(stages, micro_batches, loss_fn=lambda *_: None).pipeline_order_with_comms
-    return [
-        [
-            (each.computation_type.value, each.stage_index)
-            for action in order[rank]
-            for each in action.sub_actions or (action,)
-        ]
-        for rank in range(pp)
-    ]
 
 
 def on_rank(units: Units, config: DecoderConfig, mesh: Mesh, stage: Stage, tensor_rank: int) -> Units:

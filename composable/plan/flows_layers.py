@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from composable.parallel.config import recompute_every
 from composable.parallel.split import Stage
+from composable.parallel.tensor import given_heads
 from composable.plan.calls import INDEX, Call, Micro, Operator, gathered, scattered
 from composable.plan.flows_experts import experts
 
@@ -114,7 +115,7 @@ def _context(micro: Micro) -> list[Operator]:
         return []
     config, tp = sizes.config, sizes.mesh.tp
     queries = config.heads // tp
-    keys, width = key_heads(config.heads, config.kv_heads, tp, micro.rank % tp), config.head_dim
+    keys, width = len(given_heads(config, tp, micro.rank % tp)), config.head_dim
     if config.latent is not None:
         keys, width = queries, config.latent.head_dim
     head = sizes.seen * width  # elements of one
@@ -135,15 +136,6 @@ def _context(micro: Micro) -> list[Operator]:
             tuple(Call("context", kind, cp, back, count=hops + cp.ranks) for kind in ("send", "receive")),
         )
     ]
-
-
-def key_heads(heads: int, kv_heads: int, tp: int, rank: int) -> int:
-    """Key/value heads that the attention of a tensor rank is given (`parallel.tensor`): each that its query heads need
-    once where they serve equally many of them, else one for each query head."""
-    queries = heads // tp
-    needed = [head * kv_heads // heads for head in range(rank * queries, (rank + 1) * queries)]
-    once = set(needed)
-    return len(once) if len({needed.count(head) for head in once}) == 1 else queries
 
 
 def _head(micro: Micro) -> list[Operator]:

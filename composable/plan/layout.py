@@ -8,7 +8,7 @@ from typing import get_args, get_type_hints
 
 from composable.mesh import Mesh
 from composable.parallel.config import DataKind, Pipeline
-from composable.recipe import Recipe
+from composable.plan.memory import Planned
 
 MESH = tuple(field.name for field in dataclasses.fields(Mesh))
 OTHERS = {
@@ -39,7 +39,7 @@ class Layout:
     virtual: int = 2
 
     @staticmethod
-    def of(recipe: Recipe) -> Layout:
+    def of(recipe: Planned) -> Layout:
         """That of a recipe."""
         return Layout(
             recipe.mesh,
@@ -52,7 +52,7 @@ class Layout:
         )
 
     @staticmethod
-    def parse(text: str, recipe: Recipe) -> Layout:
+    def parse(text: str, recipe: Planned) -> Layout:
         """A text such as "tp=8,pp=2,data=zero1,recompute=full,micro_batch=2"; what it does not name is as the recipe
         has it, but degrees, which are 1 and dp_shard what is left. The empty text is the recipe's own layout.
 
@@ -79,7 +79,7 @@ class Layout:
         mesh = Mesh(**degrees) if degrees else own.mesh
         return dataclasses.replace(own, mesh=mesh, **changes)  # type: ignore[arg-type]
 
-    def put_into(self, recipe: Recipe) -> Recipe:
+    def put_into(self, recipe: Planned) -> Planned:
         """The recipe with this layout; to be resolved.
 
         Raises:
@@ -107,7 +107,7 @@ class Layout:
             pipeline=pipeline,
         )
 
-    def options(self, recipe: Recipe) -> list[str]:
+    def options(self, recipe: Planned) -> list[str]:
         """The words of a command line that give this layout to a recipe: what differs from its own."""
         own, words = Layout.of(recipe), []
         for name in MESH:

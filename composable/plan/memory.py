@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from composable.data.loader import DataConfig, accumulation
 from composable.mesh import Mesh
@@ -37,8 +37,13 @@ ADAM_STEP = 4
 
 
 class Planned(Protocol):
-    """What is asked of a recipe."""
+    """What is asked of a recipe, which stands above the planner."""
 
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    def resolve(self, world: int) -> tuple[Planned, list[str]]: ...
+    @property
+    def name(self) -> str: ...
     @property
     def model(self) -> DecoderConfig: ...
     @property

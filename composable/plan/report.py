@@ -12,12 +12,12 @@ from composable.models.count import count_parameters
 from composable.plan.advice import Neighbour
 from composable.plan.devices import Cluster
 from composable.plan.layout import Layout
+from composable.plan.memory import Planned
 from composable.plan.search import Candidate, Plan
 from composable.plan.traffic import Flow, traffic
-from composable.recipe import Recipe
 
 
-def headline(recipe: Recipe, world: int, cluster: Cluster) -> str:
+def headline(recipe: Planned, world: int, cluster: Cluster) -> str:
     """What is planned, and for what."""
     count = count_parameters(recipe.model)
     active = f" ({count.active:,} a token)" if count.active != count.total else ""
@@ -52,12 +52,12 @@ def table(found: Sequence[Candidate]) -> list[str]:
     return lines
 
 
-def said_options(layout: Layout, recipe: Recipe) -> str:
+def said_options(layout: Layout, recipe: Planned) -> str:
     """The options to paste."""
     return shlex.join(layout.options(recipe)) or "none, the recipe has this layout"
 
 
-def explained(one: Candidate, recipe: Recipe, cluster: Cluster) -> list[str]:
+def explained(one: Candidate, recipe: Planned, cluster: Cluster) -> list[str]:
     """Everything of one layout; `recipe` as it is without it."""
     held, time = one.worst, one.time
     fits = held.total <= cluster.device.usable
@@ -100,7 +100,7 @@ def beside(found: Sequence[Neighbour]) -> list[str]:
     return listed("instead of the first", [f"{each.change:<{width}}  {each.verdict}" for each in found])
 
 
-def as_values(one: Candidate, recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
+def as_values(one: Candidate, recipe: Planned, cluster: Cluster) -> dict[str, Any]:
     """All of a layout, as JSON has it; `recipe` as it is without it."""
     return {
         "layout": dataclasses.asdict(one.layout),

@@ -17,9 +17,8 @@ from composable.data.loader import accumulation
 from composable.mesh import Mesh
 from composable.plan.devices import Cluster
 from composable.plan.layout import Layout
-from composable.plan.memory import RankMemory, least_states, memory, worst
+from composable.plan.memory import Planned, RankMemory, least_states, memory, worst
 from composable.plan.timing import StepTime, least_compute, step_time
-from composable.recipe import Recipe
 
 LONG = 16384
 """tokens of a row from which context parallelism is tried"""
@@ -44,7 +43,7 @@ class Candidate:
     """A layout that was worked out."""
 
     layout: Layout
-    recipe: Recipe
+    recipe: Planned
     """resolved"""
     memory: tuple[RankMemory, ...]
     """of each rank of the pipeline"""
@@ -72,7 +71,7 @@ class Plan:
     """why layouts are not legal: the beginning of the rule's message -> how many"""
 
 
-def work_out(layout: Layout, recipe: Recipe, world: int, cluster: Cluster, load: float = 1.0) -> Candidate:
+def work_out(layout: Layout, recipe: Planned, world: int, cluster: Cluster, load: float = 1.0) -> Candidate:
     """Memory and time of one layout. Raises ValueError, with the rule, for one that is not legal."""
     resolved, _ = layout.put_into(recipe).resolve(world)
     held = memory(resolved, accelerator=cluster.device.name != "cpu", load=load)
@@ -81,7 +80,7 @@ def work_out(layout: Layout, recipe: Recipe, world: int, cluster: Cluster, load:
 
 
 def search(
-    recipe: Recipe,
+    recipe: Planned,
     world: int,
     cluster: Cluster,
     *,
@@ -136,7 +135,7 @@ def _better(candidate: Candidate) -> tuple[float, int]:
 
 
 def _first_that_fits(
-    layout: Layout, recipe: Recipe, world: int, cluster: Cluster, space: Space, load: float, beat: float
+    layout: Layout, recipe: Planned, world: int, cluster: Cluster, space: Space, load: float, beat: float
 ) -> Candidate | None:
     """With the least recomputation that fits; of what takes longer than `beat` seconds by the memory of the first rank
     of the pipeline alone."""
@@ -156,7 +155,7 @@ def _first_that_fits(
     return None
 
 
-def _that_fits(layout: Layout, recipe: Recipe, world: int, cluster: Cluster, load: float) -> Candidate | None:
+def _that_fits(layout: Layout, recipe: Planned, world: int, cluster: Cluster, load: float) -> Candidate | None:
     try:
         resolved, _ = layout.put_into(recipe).resolve(world)
     except ValueError:
@@ -170,7 +169,7 @@ def _that_fits(layout: Layout, recipe: Recipe, world: int, cluster: Cluster, loa
     return Candidate(layout, resolved, held, step_time(resolved, cluster, load=load, ranks=(0,)))
 
 
-def _least(recipe: Recipe, micro_batch: float) -> float:
+def _least(recipe: Planned, micro_batch: float) -> float:
     """Seconds that a step takes at least: computation evenly shared, and the bubble of equal stages."""
     mesh = recipe.mesh
     count = accumulation(recipe.data, mesh.data_ranks)
@@ -187,7 +186,7 @@ def _rule(error: ValueError) -> str:
     return words.split(" ")[0] if "." in words.split(" ")[0] else " ".join(str(error).split()[:6])
 
 
-def layouts(recipe: Recipe, world: int, cluster: Cluster, space: Space) -> Iterator[Layout]:
+def layouts(recipe: Planned, world: int, cluster: Cluster, space: Space) -> Iterator[Layout]:
     """Everything that is tried, legal or not, without recomputation."""
     for mesh in meshes(recipe, world, cluster):
         whole = mesh.dp_shard == 1  # nothing to shard over
@@ -198,13 +197,13 @@ def layouts(recipe: Recipe, world: int, cluster: Cluster, space: Space) -> Itera
                 yield Layout(mesh, micro_batch, data, space.recompute[0], space.offload, schedule, virtual)
 
 
-def _virtual(recipe: Recipe, mesh: Mesh, schedule: str) -> tuple[int, ...]:
+def _virtual(recipe: Planned, mesh: Mesh, schedule: str) -> tuple[int, ...]:
     if schedule in ("GPipe", "1F1B", "ZBVZeroBubble", "DualPipeV"):
         return (2,)
     return tuple(n for n in (2, 4) if n * mesh.pp <= recipe.model.layers) or (2,)
 
 
-def meshes(recipe: Recipe, world: int, cluster: Cluster) -> Iterator[Mesh]:
+def meshes(recipe: Planned, world: int, cluster: Cluster) -> Iterator[Mesh]:
     """Degrees whose product is the world: tensor and expert groups that share nodes evenly, whole heads and layers."""
     model, moe = recipe.model, recipe.model.moe
     long = recipe.data.seq_len >= LONG or recipe.data.global_batch < world

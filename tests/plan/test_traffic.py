@@ -23,7 +23,7 @@ from composable.moe.config import Balance, Capacity, MoEConfig
 from composable.moe.given import Load, give_routing
 from composable.observe.traffic import Collective, Traffic
 from composable.optim.optimizers import build_optimizer
-from composable.plan.flows_layers import key_heads
+from composable.parallel.tensor import given_heads
 from composable.plan.traffic import EVEN, PURPOSES, Flow, traffic
 from composable.recipe import Recipe
 from composable.step import train_step
@@ -294,7 +294,8 @@ def test_a_rank_with_the_chosen_experts_gets_more_rows():
     [(8, 4, 2, [2, 2]), (4, 1, 2, [1, 1]), (12, 3, 2, [6, 6]), (6, 3, 2, [3, 3]), (8, 2, 4, [1] * 4)],
 )
 def test_a_tensor_rank_is_given_the_key_heads_that_its_query_heads_need(heads, kv_heads, tp, found):
-    assert [key_heads(heads, kv_heads, tp, rank) for rank in range(tp)] == found
+    config = DecoderConfig(heads=heads, kv_heads=kv_heads)
+    assert [len(given_heads(config, tp, rank)) for rank in range(tp)] == found
 
 
 @pytest.mark.parametrize(
