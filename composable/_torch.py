@@ -19,15 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor._redistribute as redistribute
-import torch.distributed.tensor.debug as dtensor_debug
 from torch import Tensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.tensor.placement_types import Placement
 
 # torch 2.13 warns of the names on the right, which are all that 2.11 has.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -41,6 +39,8 @@ def strided_split_factor(placement: Placement) -> int | None:
     the shard was taken *after* the `split_factor` shards of the mesh dimensions to its right. No public placement
     expresses that order. Checked on torch 2.13.
     """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
 
 
@@ -49,6 +49,8 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 
     For plans and proofs without a process group; a composed model has it from `fully_shard`. Checked on torch 2.13.
     """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     return _StridedShard(dim, split_factor=split_factor)
 
 
@@ -442,8 +444,12 @@ def forget_process_groups() -> None:
     gone. Compiled code: its guards do not see which group a function exchanges data over, so a block compiled for one
     group would run for another of another size. The first have no public calls. Checked on torch 2.13.
     """
-    dtensor_debug._clear_sharding_prop_cache()
-    redistribute._gen_transform_infos.cache_clear()
-    getattr(redistribute, "clear_redistribute_planner_cache", lambda: None)()  # later than torch 2.11
-    if "torch._dynamo" in sys.modules:  # nothing was compiled without it, and it takes long to import
+    if "torch.distributed.tensor" in sys.modules:  # there is nothing of what was not imported, which takes long
+        import torch.distributed.tensor._redistribute as redistribute
+        import torch.distributed.tensor.debug as dtensor_debug
+
+        dtensor_debug._clear_sharding_prop_cache()
+        redistribute._gen_transform_infos.cache_clear()
+        getattr(redistribute, "clear_redistribute_planner_cache", lambda: None)()  # later than torch 2.11
+    if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

@@ -17,6 +17,7 @@ more than --memory (pages of files that the kernel may drop do not count).
 """
 
 import dataclasses
+import gc
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,18 +28,15 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from composable._torch import fake_tensor_mode
 from composable.checkpoint.budget import chunk_bytes, parse_size, size_text
 from composable.checkpoint.draft import check_target
-from composable.checkpoint.formats import dcp, hugging_face, torch_file
+from composable.checkpoint.formats import hugging_face, torch_file
 from composable.checkpoint.formats.recognise import open_source
 from composable.checkpoint.formats.source import Source, Target, narrowed, without, write
 from composable.checkpoint.remote import as_folder
 from composable.checkpoint.rewrite import STATE
 from composable.checkpoint.transfer import THREADS
-from composable.models.decoder import Decoder
 from composable.models.families import from_hugging_face, mtp_names
-from composable.models.names import in_file
 
 Dtype = Literal["", "float32", "bfloat16", "float16", "float64"]
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # of config.json: how many there are
@@ -81,14 +79,18 @@ def main(arguments: list[str] | None = None) -> int:
         chunk, path = chunk_bytes(parse_size(args.memory) - beside), check_target(args.dst, args.src)
         size = parse_size(args.max_file_size)
         found = changed(open_source(args.src, weights_only=args.weights_only), args)
-        if args.to == "composable" and not args.any_model:
-            check_model(found, args.src)
         target = planned(found, args.to, size)
+
+        def check() -> None:
+            if args.to == "composable" and not args.any_model:
+                check_model(found, args.src)
+
         if args.plan:
+            check()
             print("\n".join(plan_lines(found, target, args)))
             return 0
         with tqdm(total=found.nbytes, unit="B", unit_scale=True, disable=None) as bar:
-            write(target, path, chunk, bar.update)
+            write(target, path, chunk, bar.update, check)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -125,6 +127,11 @@ def config_of(found: Source, where: str) -> dict[str, Any]:
 
 def check_model(found: Source, where: str) -> None:
     """Refuse a model that we do not compute: its family, its options, or its tensors (ValueError tells which)."""
+    # What takes long to import: `write` has this run beside the copying.
+    from composable._torch import fake_tensor_mode
+    from composable.models.decoder import Decoder
+    from composable.models.names import in_file
+
     config = config_of(found, where)
     try:
         model = from_hugging_face(config)
@@ -154,7 +161,11 @@ def planned(found: Source, to: str, max_file_size: int) -> Target:
     """The files of the format that was asked for."""
     if to == "composable":
         return hugging_face.target(found, max_file_size)
-    return dcp.target(found) if to == "dcp" else torch_file.target(found)
+    if to == "torch":
+        return torch_file.target(found)
+    from composable.checkpoint.formats import dcp  # and DTensor with it: other formats need not wait for that
+
+    return dcp.target(found)
 
 
 def plan_lines(found: Source, target: Target, args: Args) -> list[str]:
@@ -173,4 +184,6 @@ def plan_lines(found: Source, target: Target, args: Args) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    gc.freeze()  # all that was imported is not looked through once more: the exit takes half as long
+    sys.exit(status)

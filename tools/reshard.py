@@ -17,6 +17,7 @@ the source are checked while it is read. DST appears when it is complete. The pr
 """
 
 import dataclasses
+import gc
 import json
 import sys
 from dataclasses import dataclass
@@ -32,7 +33,6 @@ from composable.checkpoint.listing import list_folder
 from composable.checkpoint.remote import Folder, as_folder
 from composable.checkpoint.rewrite import Rewrite, plan_checkpoint, plan_for_ranks, rewrite
 from composable.models.families import from_hugging_face
-from composable.parallel.for_ranks import Layout, held_boxes
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def planned(args: Args) -> Rewrite:
     if args.layout:
         if args.writer != "shared" or args.ranks or args.max_file_size:
             raise ValueError("--layout makes one file for each rank; leave out --writer, --ranks and --max-file-size")
-        return plan_layout(source, Layout.parse(args.layout))
+        return plan_layout(source, args.layout)
     if args.writer == "per_rank" and args.ranks < 1:
         raise ValueError(f"--writer per_rank with --ranks {args.ranks}: say how many ranks, 1 or more")
     if args.writer == "shared" and args.ranks:
@@ -92,9 +92,11 @@ def planned(args: Args) -> Rewrite:
     return plan_checkpoint(source, size, args.writer, max(1, args.ranks), weights_only=args.weights_only)
 
 
-def plan_layout(source: Folder, layout: Layout) -> Rewrite:
+def plan_layout(source: Folder, degrees: str) -> Rewrite:
     """Files for inference ranks; ValueError where config.json is missing or tells of a model that they do not fit."""
-    listing = list_folder(source, ["weights"])
+    from composable.parallel.for_ranks import Layout, held_boxes  # and DTensor with it: others need not wait for that
+
+    layout, listing = Layout.parse(degrees), list_folder(source, ["weights"])
     path = source / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} is missing; --layout needs it to know the model's layers and heads")
@@ -121,4 +123,6 @@ def plan_lines(plan: Rewrite, args: Args) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    gc.freeze()  # all that was imported is not looked through once more: the exit takes half as long
+    sys.exit(status)

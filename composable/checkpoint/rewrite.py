@@ -235,7 +235,7 @@ def fill_files(
                 if (common := box.overlap(place.box)).numel:
                     inner = common.within(place.box)
                     piece = Piece(data[common.slices(box.offsets)], place.spec.shape, inner)
-                    with naming(path), opened(path, os.O_WRONLY, direct_writes=True) as file:
+                    with naming(path), opened(path, os.O_WRONLY) as file:
                         written.append((unit.name, common, write_box(file, place, piece, inner)))
                     del piece
             advance(data.nbytes)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from composable._torch import strided_split_factor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 
 @dataclass(frozen=True)
@@ -89,13 +93,19 @@ def pieces_of(tensors: Mapping[str, Tensor | Piece]) -> dict[str, Piece]:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         with torch.no_grad():
-            local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            local = (tensor.to_local() if _is_dtensor(tensor) else tensor).detach()
         if local.device.type == "meta":
             raise ValueError(f"{name}: the tensor is on the meta device and has no values; materialise it first")
         if not box.numel:
             local = local.reshape(box.sizes)  # torch does not fix the shape of an empty shard
         pieces[name] = Piece(local, tuple(tensor.shape), box)
     return pieces
+
+
+def _is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Nothing is one where DTensor was not imported, which takes a tool that handles files half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def full_box(shape: Sequence[int]) -> Box:
@@ -110,7 +120,7 @@ def local_box(tensor: Tensor) -> Box:
     dimension, uneven and empty shards, and FSDP2's strided shard over tensor parallelism. Raises ValueError for a
     placement whose local tensor is not a box of the global values (`Partial`), and on a rank outside the tensor's mesh.
     """
-    if not isinstance(tensor, DTensor):
+    if not _is_dtensor(tensor):
         return full_box(tensor.shape)
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
@@ -160,7 +170,7 @@ def _shard_order(placements: Sequence[Placement], mesh_shape: tuple[int, ...], n
         placement = placements[mesh_dim]
         factor = strided_split_factor(placement)
         if factor is None and not placement.is_shard():
-            if isinstance(placement, Replicate):
+            if placement.is_replicate():
                 continue
             raise ValueError(
                 f"placement {placement} has no place in a checkpoint: its local values are not a part of the tensor; "

@@ -29,10 +29,10 @@ def test_bytes_written_at_any_offset_are_read_back_and_their_neighbours_kept(pat
     with (
         mock.patch.multiple(storage, LARGE=PAGE, STEP=3 * PAGE, _in_cache=probe),
         mock.patch.object(storage, "PIECE", PAGE + 7),
-        opened(path, os.O_RDWR, direct_writes=direct_writes) as target,
+        opened(path, os.O_RDWR) as target,
         opened(path, os.O_RDONLY) as source,
     ):
-        write_all(target, memoryview(data), start)
+        write_all(target if direct_writes else File(target.handle, None), memoryview(data), start)
         got = bytearray(len(data))
         used = source if way != "ordinary" else File(source.handle, None)
         read_all(used, memoryview(got), start, cached=way == "cached")
@@ -72,7 +72,7 @@ def test_where_direct_reads_want_more_than_page_alignment_the_ordinary_way_is_ta
 def test_what_a_direct_write_leaves_is_written_the_ordinary_way(path, answer):
     data = os.urandom(SIZE - 5)
     path.write_bytes(bytes(SIZE))
-    with mock.patch.object(storage, "LARGE", PAGE), opened(path, os.O_WRONLY, direct_writes=True) as file:
+    with mock.patch.object(storage, "LARGE", PAGE), opened(path, os.O_WRONLY) as file:
         assert file.direct is not None
         real, asked = os.pwrite, []
 
@@ -92,7 +92,7 @@ def test_what_a_direct_write_leaves_is_written_the_ordinary_way(path, answer):
 
 def test_a_disk_that_fails_is_told_of_by_a_direct_write_too(path):
     path.write_bytes(bytes(SIZE))
-    with mock.patch.object(storage, "LARGE", PAGE), opened(path, os.O_WRONLY, direct_writes=True) as file:
+    with mock.patch.object(storage, "LARGE", PAGE), opened(path, os.O_WRONLY) as file:
         real = os.pwrite
 
         def fail(handle, data, offset):
@@ -102,3 +102,10 @@ def test_a_disk_that_fails_is_told_of_by_a_direct_write_too(path):
 
         with mock.patch.object(os, "pwrite", fail), pytest.raises(OSError, match="Input/output"):
             write_all(file, memoryview(bytes(SIZE)), 0)
+
+
+def test_a_file_that_is_made_is_written_past_the_page_cache_too(tmp_path):
+    with opened(tmp_path / "new", os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+        assert file.direct is not None
+    with pytest.raises(FileExistsError), opened(tmp_path / "new", os.O_WRONLY | os.O_CREAT | os.O_EXCL):
+        pass

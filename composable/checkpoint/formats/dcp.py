@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from composable._torch import dcp_place, fake_tensor_mode, read_dcp_metadata
 from composable.checkpoint import folder as folders
 from composable.checkpoint.format import Part, Place, Stored, TensorSpec
+from composable.checkpoint.formats.recognise import DCP_METADATA, DCP_SUFFIX
 from composable.checkpoint.formats.source import Entry, Source, Target, stored_entries
 from composable.checkpoint.formats.state_dict import Leaf, arranged, leaves, nested
 from composable.checkpoint.formats.torch_file import fill_archives, loaded
@@ -40,16 +41,9 @@ from composable.checkpoint.owners import check_cover
 from composable.checkpoint.rewrite import small_files
 from composable.checkpoint.shards import full_box
 
-METADATA = ".metadata"
-SUFFIX = ".distcp"
-FILE = "__0_0.distcp"
+FILE = f"__0_0{DCP_SUFFIX}"
 PIECE_OVERHEAD = 1900  # bytes that a piece takes in a file beside its own, and in the metadata
 MAX_OBJECT = 1 << 20  # bytes: a larger object is no number of an optimizer
-
-
-def is_one(folder: Path) -> bool:
-    """Whether there is such a checkpoint, or what is left of one."""
-    return (folder / METADATA).is_file() or any(folder.glob(f"*{SUFFIX}"))
 
 
 def source(folder: Path, *, weights_only: bool = False) -> Source:
@@ -59,7 +53,7 @@ def source(folder: Path, *, weights_only: bool = False) -> Source:
         ValueError: naming the file, for one that is missing or truncated, or that is in a form of which the library has
             many (compressed pieces, say); for metadata of other classes, and what `arranged` refuses.
     """
-    path = folder / METADATA
+    path = folder / DCP_METADATA
     if not path.is_file():
         raise ValueError(f"{path} is missing: the save did not come to an end; use another checkpoint")
     try:
@@ -92,7 +86,7 @@ def _entry(folder: Path, name: str, tensor: TensorStorageMetadata, pieces: list[
         offsets = tuple(index.offset) if index.offset is not None else (0,) * len(spec.shape)
         piece = _piece(folder, name, where)
         if not isinstance(piece, Entry) or (piece.spec.dtype, piece.spec.shape) != (spec.dtype, sizes.get(offsets)):
-            raise ValueError(f"{folder / where.relative_path}: a piece of {name} is not what {METADATA} says of it")
+            raise ValueError(f"{folder / where.relative_path}: a piece of {name} is not what {DCP_METADATA} says of it")
         for place in piece.places:
             part = None if piece.spec.shape == spec.shape else Part(name, spec.shape, offsets)
             places.append(Place(place.file, place.offset, TensorSpec(name, spec.dtype, piece.spec.shape), part))
@@ -113,7 +107,7 @@ def _piece(folder: Path, name: str, where: Any) -> object:
             f"{folder / where.relative_path}: {name} is stored as {where.transform_descriptors}; save it plain"
         )
     if not (folder / where.relative_path).is_file():
-        raise ValueError(f"{folder / where.relative_path} is missing, {METADATA} names it; copy the folder again")
+        raise ValueError(f"{folder / where.relative_path} is missing, {DCP_METADATA} names it; copy the folder again")
     return loaded(folder, where.relative_path, where.offset, where.length)
 
 
@@ -141,7 +135,7 @@ def target(found: Source) -> Target:
             except dcp.CheckpointException as error:
                 cause = next(iter(error.failures.values()))[0]
                 raise cause if isinstance(cause, (ValueError, OSError)) else error from error
-        pieces = read_dcp_metadata(draft / METADATA).storage_data
+        pieces = read_dcp_metadata(draft / DCP_METADATA).storage_data
         for section, laid in source(draft).sections.items():
             places = {name: place for name, entry in laid.items() for place in entry.places}
             spans = [(where.offset, where.length) for where in pieces.values()]
@@ -150,7 +144,7 @@ def target(found: Source) -> Target:
         for name, content in found.small.items():
             folders.write_file(draft / name, content)
 
-    return Target(((FILE, size), (METADATA, 0)), found.small, write)
+    return Target(((FILE, size), (DCP_METADATA, 0)), found.small, write)
 
 
 class _Layout(dcp.FileSystemWriter):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from composable.checkpoint import folder as folders
-from composable.checkpoint.formats import dcp, hugging_face, meta, torch_file
+from composable.checkpoint.formats import hugging_face, meta, torch_file
 from composable.checkpoint.formats.source import Source
 from composable.checkpoint.remote import as_folder
 
+DCP_METADATA = ".metadata"
+DCP_SUFFIX = ".distcp"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -32,7 +34,9 @@ def open_source(where: str, *, weights_only: bool = False) -> Source:
     if ours or any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
         return hugging_face.source(path, weights_only=weights_only)
     if isinstance(path, Path):
-        if dcp.is_one(path):
+        if (path / DCP_METADATA).is_file() or any(path.glob(f"*{DCP_SUFFIX}")):
+            from composable.checkpoint.formats import dcp  # and DTensor with it: other formats need not wait for that
+
             return dcp.source(path, weights_only=weights_only)
         if meta.is_one(path):
             return meta.source(path)
@@ -43,7 +47,7 @@ def open_source(where: str, *, weights_only: bool = False) -> Source:
         if several := sorted(entry.name for entry in path.iterdir() if entry.suffix in PICKLES):
             raise ValueError(f"{where} holds {', '.join(several[:5])}; give one of these files")
     raise ValueError(
-        f"{where} is no checkpoint: it holds no safetensors or {hugging_face.BIN} files, no {dcp.METADATA} of "
+        f"{where} is no checkpoint: it holds no safetensors or {hugging_face.BIN} files, no {DCP_METADATA} of "
         f"torch.distributed.checkpoint, no {meta.FILES} and no {torch_file.NAMES['weights']}"
         + ("" if isinstance(path, Path) else " (of a URL, only safetensors are read)")
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,15 +96,31 @@ class Target:
         return sum(size for _, size in self.names) + sum(map(len, self.small.values()))
 
 
-def write(target: Target, path: Path, chunk: int, advance: Callable[[int], object] = lambda size: None) -> None:
+def write(
+    target: Target,
+    path: Path,
+    chunk: int,
+    advance: Callable[[int], object] = lambda size: None,
+    check: Callable[[], object] = lambda: None,
+) -> None:
     """Carry out a plan; `path` is there when it is complete, and as it was after an error.
+
+    `check` runs beside the writing: what it raises ends that, and is raised.
 
     Raises:
         ValueError: naming file and tensor, for bytes of the source that are not those that were saved.
         OSError: a disk without room, or one that fails.
     """
-    with drafted(path, target.nbytes) as draft:
-        target.write(draft, chunk, advance)
+    with drafted(path, target.nbytes) as draft, ThreadPoolExecutor(1) as pool:
+        verdict = pool.submit(check)
+
+        def checking(size: int) -> None:
+            if verdict.done():
+                verdict.result()
+            advance(size)
+
+        target.write(draft, chunk, checking)
+        verdict.result()
 
 
 def stored_entries(
