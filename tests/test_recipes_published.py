@@ -8,7 +8,9 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +34,16 @@ PUBLISHED = {  # recipe -> parameters, worlds that it is set up for
     "dense_405b": (405_853_388_800, (1024, 16384)),
     "moe_30b_a3b": (30_532_122_624, (32, 64)),
     "moe_671b": (671_026_419_200, (2048,)),
+}
+RECOMMENDED = {
+    "dense_1b": 8,
+    "moe_8x7b": 64,
+    "finetune_8b": 8,
+    "dense_8b": 8,
+    "dense_70b": 512,
+    "dense_405b": 1024,
+    "moe_30b_a3b": 64,
+    "moe_671b": 2048,
 }
 LAYOUTS = [(name, world) for name, (_, worlds) in PUBLISHED.items() for world in worlds]
 SCRIPTS = sorted(path.name for path in (ROOT / "recipes").glob("*.py") if "composable.train" in path.read_text())
@@ -60,15 +72,33 @@ def test_a_recipe_is_legal_and_fits_the_cluster_that_it_is_set_up_for(name, worl
     assert worst(memory(resolved, accelerator=True)).total < H100
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("name", "world"), [(name, worlds[-1]) for name, (_, worlds) in PUBLISHED.items()])
-def test_the_first_and_the_last_stage_of_a_published_size_run_and_fit(name, world):
-    whole = recipe(name)
-    last = world - world // whole.mesh.pp
-    for rank in dry_run(whole, world, [0, last], checkpoint=False).ranks:
-        assert not rank.error
-        assert 0 < rank.peak < H100
+def first_and_last_ranks() -> Iterator[Any]:
+    """Of each recipe in the world that it is set up for."""
+    for name, world in RECOMMENDED.items():
+        mesh = recipe(name).mesh
+        yield pytest.param(name, world, 0, id=f"{name}-{world}-0")
+        if mesh.pp > 1:
+            yield pytest.param(name, world, world - world // mesh.pp, marks=pytest.mark.slow, id=f"{name}-{world}-last")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "world", "rank"), list(first_and_last_ranks()))
+def test_a_rank_of_every_recipe_runs_without_memory_and_holds_what_is_predicted(name, world, rank):
+    whole = few_micro_batches(recipe(name), world)
+    ran = dry_run(whole, world, [rank], checkpoint=False).ranks[0]
+    assert not ran.error
+    resolved, _ = whole.resolve(world)
+    predicted = memory(resolved, accelerator=False)[rank // resolved.mesh.stage_ranks]
+    assert predicted.peak == pytest.approx(ran.peak, rel=0.07)
+    assert max(ran.peak, predicted.peak) < H100
+
+
+def few_micro_batches(whole: Recipe, world: int) -> Recipe:
+    """With a step of one micro-batch, or of as many as fill the pipeline: memory is at its most by then."""
+    mesh = whole.resolve(world)[0].mesh
+    count = 1 if mesh.pp == 1 else mesh.pp * whole.pipeline.stages_per_rank
+    data = dataclasses.replace(whole.data, global_batch=count * whole.data.micro_batch * mesh.data_ranks)
+    return dataclasses.replace(whole, data=data, pipeline=dataclasses.replace(whole.pipeline, micro_batches=0))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -1,5 +1,6 @@
 """How a model is cut into pipeline stages: by cost, or by hand."""
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,13 +92,17 @@ def split_by_cost(costs: Costs, stages: int, owners: Sequence[int] | None = None
             f"{stages} pipeline stages for {len(costs.blocks)} blocks: each stage needs at least one; "
             f"use at most {len(costs.blocks)} stages (mesh.pp times the stages of a rank)"
         )
+    return _stages_of(_counts(costs, stages, None if owners is None else tuple(owners)))
+
+
+@functools.lru_cache(maxsize=1024)  # a search asks for the same again and again
+def _counts(costs: Costs, stages: int, owners: tuple[int, ...] | None) -> Sequence[int]:
+    """Blocks of each stage."""
     slowest = _slowest_stage(costs, stages)
     shared = owners is not None and len(set(owners)) < stages
     if owners is not None and shared and len(set(costs.blocks)) == 1:
-        counts = _fill_ranks(costs, owners, slowest)
-    else:
-        counts = _even_counts(costs, stages, slowest)
-    return _stages_of(counts)
+        return _fill_ranks(costs, owners, slowest)
+    return _even_counts(costs, stages, slowest)
 
 
 def _stages_of(counts: Sequence[int]) -> list[Stage]:

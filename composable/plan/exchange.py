@@ -4,7 +4,10 @@ The order of events is that of FSDP2 in torch 2.13, which holds a unit's gathere
 own, gathers one unit ahead in the backward pass, and keeps the input of a reduction until the next one begins.
 """
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from composable.plan.shards import Unit
 from composable.plan.tape import Ledger
@@ -64,6 +67,31 @@ class Exchange:
         """
         self.last, self.sync, self.reshards = last, sync, reshards
         self.order, self.inside = [], [0]
+
+    def state(self) -> tuple[object, ...]:
+        """All that decides what comes next; of the order in which units were left, the last pass's."""
+        lists: tuple[Sequence[object], ...] = (
+            self.full,
+            self.flat,
+            self.whole,
+            self.seen,
+            self.summed,
+            self.order[-len(self.units) - 1 :],
+            self.inside,
+        )
+        return *map(tuple, lists), self.deferred, self.reducing, self.last, self.sync, self.reshards
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        """What `state` gave."""
+        lists, (self.deferred, self.reducing, self.last, self.sync, self.reshards) = state[:7], state[7:]
+        self.full, self.flat, self.whole, self.seen, self.summed, self.order, self.inside = map(list, lists)
+
+    @contextlib.contextmanager
+    def over(self, ledger: Ledger) -> Iterator[None]:
+        """For a while over another ledger."""
+        usual, self.ledger = self.ledger, ledger
+        yield
+        self.ledger = usual
 
     def border(self, unit: int, what: str) -> None:
         """As `tape.Border`."""

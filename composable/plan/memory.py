@@ -9,6 +9,7 @@ allocator also holds more than it gave out, for which a share is added (`SLACK`)
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -24,6 +25,7 @@ from composable.parallel.split import Stage
 from composable.plan.bubble import Event, StageCost, simulate
 from composable.plan.exchange import Exchange, Items
 from composable.plan.layers import Sizes
+from composable.plan.passes import StagePasses
 from composable.plan.shards import Units, Weight, stage_units
 from composable.plan.stage import stage_tape
 from composable.plan.tape import Ledger, Pass, Tape
@@ -263,30 +265,17 @@ def _pipeline(
         played = _played(pipeline, mesh.pp, micro_batches)
         each = sum(_sends(event, parts, stages) for event in mine) // played
         ledger.hold("communication", (micro_batches - played) * each * sizes.hidden)
+    passes_of = {number: StagePasses(part.tape, part.exchange, ledger) for number, part in parts.items()}
     passes = count // micro_batches
     for index in range(min(passes, 2)):
         for part in parts.values():
             part.exchange.micro_batch(last=True, sync=True, reshards=False)
-        running: dict[tuple[int, int], Pass] = {}
         sent = 0
         for event in mine:
-            part, key = parts[event.stage], (event.stage, event.micro_batch)
-            if event.kind == "F":
-                part.exchange.begin_forward()
-                running[key] = Pass(part.tape, ledger, part.exchange.border, part.exchange.weights)
-                running[key].forward()
-                part.exchange.end_forward()
-            elif event.kind == "W":
-                running.pop(key).weight_half()
-            else:
-                output = sizes.hidden * (event.stage < stages - 1 and event.kind == "B")
-                ledger.hold("communication", output)  # what the stage gave is let go once its backward pass is over
-                part.exchange.begin_backward()
-                running[key].backward(halves=event.kind == "I")
-                part.exchange.end_backward()
-                ledger.free("communication", output)
-                if event.kind == "B":
-                    del running[key]
+            output = sizes.hidden * (event.stage < stages - 1 and event.kind == "B")
+            ledger.hold("communication", output)  # what the stage gave is let go once its backward pass is over
+            passes_of[event.stage].play(event.kind)
+            ledger.free("communication", output)
             more = sizes.hidden * _sends(event, parts, stages)
             if pipeline.stages_per_rank > 1 or not sent:
                 sent += more
@@ -303,11 +292,15 @@ def _events(recipe: Planned) -> tuple[Event, ...]:
     mesh, pipeline = recipe.mesh, recipe.pipeline
     if mesh.pp == 1:
         return ()
-    costs = [StageCost(1, 1, 1)] * (mesh.pp * pipeline.stages_per_rank)
     micro_batches = pipeline.micro_batches or accumulation(recipe.data, mesh.data_ranks)
     played = dataclasses.replace(pipeline, micro_batches=0)
-    micro_batches = _played(pipeline, mesh.pp, micro_batches)
-    return simulate(played, mesh.pp, micro_batches, costs, whole_blocks=recipe.parallel.whole_blocks).events
+    return _events_of(played, mesh.pp, _played(pipeline, mesh.pp, micro_batches), recipe.parallel.whole_blocks)
+
+
+@functools.lru_cache(maxsize=64)  # a search asks for the same again and again
+def _events_of(pipeline: Pipeline, pp: int, micro_batches: int, whole_blocks: bool) -> tuple[Event, ...]:
+    costs = [StageCost(1, 1, 1)] * (pp * pipeline.stages_per_rank)
+    return simulate(pipeline, pp, micro_batches, costs, whole_blocks=whole_blocks).events
 
 
 def _played(pipeline: Pipeline, pp: int, micro_batches: int) -> int:

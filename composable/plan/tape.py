@@ -6,6 +6,7 @@ reader, or until the backward pass of the operator that keeps them; gradients li
 stay.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,8 +34,18 @@ class Ledger:
     def free(self, part: str, size: int) -> None:
         """`size` bytes less."""
         if size:
-            self.now[part] -= size
+            self.now[part] = self.now.get(part, 0) - size
             self.total -= size
+
+    def add(self, other: "Ledger") -> None:
+        """What happened over another ledger, which began with nothing."""
+        if self.total + other.peak > self.peak:
+            self.peak, self.at_peak = self.total + other.peak, dict(self.now)
+            for part, size in other.at_peak.items():
+                self.at_peak[part] = self.at_peak.get(part, 0) + size
+        for part, size in other.now.items():
+            self.now[part] = self.now.get(part, 0) + size
+        self.total += other.total
 
     def touch(self, part: str, size: int) -> None:
         """`size` bytes that are held and freed at once."""
@@ -165,6 +176,14 @@ class Pass:
         self.again = {segment.end - 1: segment for segment in tape.segments}
         self.later: list[tuple[str, int]] = []
         """(part, bytes) that are freed after the second half of the backward pass"""
+
+    def over(self, ledger: Ledger, border: Border, weights: Callable[[int], None]) -> "Pass":
+        """The same as far as it has come, over another ledger from here on; this one stays as it is."""
+        other = copy.copy(self)
+        other.ledger, other.border, other.weights = ledger, border, weights
+        other.readers, other.keepers = list(self.readers), list(self.keepers)
+        other.alive, other.later = list(self.alive), list(self.later)
+        return other
 
     def forward(self) -> None:
         """From the first operator to the last."""
