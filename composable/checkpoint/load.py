@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,9 @@ from composable.checkpoint.owners import LARGE, least_loaded
 from composable.checkpoint.plan import Table, table_of
 from composable.checkpoint.remote import Folder, as_folder
 from composable.checkpoint.shards import Box, Piece, chunk_boxes, pieces_of
-from composable.checkpoint.storage import Readable, naming, opened_files
+from composable.checkpoint.storage import naming, opened_files
 from composable.checkpoint.together import rank_of, together
-from composable.checkpoint.transfer import hash_file, hash_memory, read_box, run_all
+from composable.checkpoint.transfer import hash_file, hash_memory, read_and_hash, read_box, run_all
 
 
 def load(
@@ -43,8 +43,8 @@ def load(
     has none.
 
     Raises ValueError on all ranks: for an incomplete checkpoint, a missing, truncated or changed file (naming it),
-    missing and extra names, shapes that differ, a cast that loses values, a checksum that does not match (the tensors
-    are filled by then). FileNotFoundError where the folder holds no safetensors at all.
+    missing and extra names, shapes that differ, a cast that loses values, a checksum that does not match (some
+    tensors are filled by then). FileNotFoundError where the folder holds no safetensors at all.
     """
     folder = as_folder(folder)
     pieces: dict[str, dict[str, Piece]] = {}
@@ -60,25 +60,103 @@ def load(
     tables = together(group, describe)
     listing = listings[0]
 
-    def fill() -> None:
-        missing, extra = tuple(allow_missing), tuple(allow_extra)
-        _check(folder, listing, tables, missing, extra, allow_cast)
-        sharing = _sharing(tables, rank_of(group))
-        tasks = [
-            (place, target, box, sharing[section, name][1] > 1)
-            for section, tensors in pieces.items()
-            for name, piece in tensors.items()
-            if name in listing.tensors[section]
-            for place in listing.tensors[section][name].places
-            for target in _targets(piece, place)
-            for box in chunk_boxes(target.box, piece.local.element_size(), LARGE)
-        ]
-        with opened_files(folder, {place.file for place, *_ in tasks}) as opens:
-            run_all(partial(_read, folder, opens), tasks)
+    loading = _Loading(folder, listing, tables, pieces, rank_of(group))
 
-    together(group, fill)
-    if verify and listing.manifest:
-        _verify(folder, listing, listing.manifest, tables, pieces, group)
+    def fill() -> list[int]:
+        _check(folder, listing, tables, tuple(allow_missing), tuple(allow_extra), allow_cast)
+        if verify and listing.manifest:
+            loading.saved = _saved_boxes(folder, listing, listing.manifest, tables)
+            if loading.rank == 0:
+                folders.check_content(folder, listing.manifest)
+        return loading.fill()
+
+    checked = {number for numbers in together(group, fill) for number in numbers}
+    if loading.saved:
+        together(group, lambda: loading.check_files(checked))
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A box of a tensor as it was saved, and the xxh3_64 of its bytes."""
+
+    place: Place
+    section: str
+    box: Box
+    digest: str
+
+
+@dataclass
+class _Loading:
+    """What one rank reads and checks: each of the `saved` boxes, which are in the same order on every rank, is checked
+    once, by a rank that loads it whole, else in the file, shared out evenly."""
+
+    folder: Folder
+    listing: Listing
+    tables: Sequence[Table]
+    pieces: Mapping[str, Mapping[str, Piece]]
+    rank: int
+    saved: Sequence[_Saved] = ()
+
+    def fill(self) -> list[int]:
+        """Read all pieces; returns the numbers of the saved boxes that this rank has checked, in its memory."""
+        mine = _loaded_whole(self.saved, self.tables, self.rank)
+        left = {
+            (e.section, e.place, e.box.within(e.place.box)): number for number in mine for e in [self.saved[number]]
+        }
+
+        def read(section: str, place: Place, piece: Piece, box: Box, shared: bool) -> None:
+            number = left.pop((section, place, box), None)
+            with naming(self.folder / place.file):
+                if number is None:
+                    read_box(opens[place.file], place, piece, box, shared)
+                    return
+                found = read_and_hash(opens[place.file], place, piece, box, shared)
+            self._compare(number, found)
+
+        def check(number: int) -> None:
+            each = self.saved[number]
+            self._compare(number, hash_memory(self.pieces[each.section][each.place.name], each.box))
+
+        tasks = list(self._tasks())
+        with opened_files(self.folder, {place.file for _, place, *_ in tasks}) as opens:
+            run_all(read, tasks)
+        run_all(check, [(number,) for number in left.values()])  # what was not read as it was saved
+        return mine
+
+    def _tasks(self) -> Iterator[tuple[str, Place, Piece, Box, bool]]:
+        """Section, place, what lies there of a piece, its box that is read as one, whether other ranks read it too."""
+        sharing = _sharing(self.tables, self.rank)
+        for section, tensors in self.pieces.items():
+            for name, piece in tensors.items():
+                stored = self.listing.tensors[section].get(name)
+                for place in stored.places if stored else ():
+                    for target in _targets(piece, place):
+                        for box in chunk_boxes(target.box, piece.local.element_size(), LARGE):
+                            yield section, place, target, box, sharing[section, name][1] > 1
+
+    def check_files(self, checked: Collection[int]) -> None:
+        """Check this rank's share of what no rank has whole in its memory."""
+        rest = [number for number in range(len(self.saved)) if number not in checked]
+        sizes = [self.saved[n].box.numel * self.saved[n].place.spec.dtype.itemsize for n in rest]
+        owners = least_loaded(sizes, len(self.tables))
+        mine = [number for number, owner in zip(rest, owners, strict=True) if owner == self.rank]
+
+        def check(number: int) -> None:
+            place, box = self.saved[number].place, self.saved[number].box
+            with naming(self.folder / place.file):
+                found = hash_file(opens[place.file], place, box.within(place.box))
+            self._compare(number, found)
+
+        with opened_files(self.folder, {self.saved[number].place.file for number in mine}) as opens:
+            run_all(check, [(number,) for number in mine])
+
+    def _compare(self, number: int, found: str) -> None:
+        each = self.saved[number]
+        if found != each.digest:
+            raise ValueError(
+                f"{self.folder / each.place.file}: the bytes of {each.place.name}, {each.box}, were changed since they "
+                "were saved: their checksum does not match; use another checkpoint"
+            )
 
 
 def _targets(piece: Piece, place: Place) -> Iterable[Piece]:
@@ -86,11 +164,6 @@ def _targets(piece: Piece, place: Place) -> Iterable[Piece]:
     common = piece.box.overlap(place.box)
     if common.numel:
         yield Piece(piece.local[common.slices(piece.box.offsets)], place.spec.shape, common.within(place.box))
-
-
-def _read(folder: Folder, opens: Mapping[str, Readable], place: Place, piece: Piece, box: Box, shared: bool) -> None:
-    with naming(folder / place.file):
-        read_box(opens[place.file], place, piece, box, shared)
 
 
 def _check(
@@ -154,53 +227,14 @@ def widens(source: torch.dtype, target: torch.dtype) -> bool:
     return j.min <= i.min and j.max >= i.max
 
 
-def _verify(
-    folder: Folder,
-    listing: Listing,
-    manifest: folders.Manifest,
-    tables: Sequence[Table],
-    pieces: Mapping[str, Mapping[str, Piece]],
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Check each saved box once: in the memory of a rank that loaded it whole, else in the file, shared out evenly."""
-    rank = rank_of(group)
-    boxes = [
-        (_place_of(folder, tensors[name], box), section, box, digest)
+def _saved_boxes(folder: Folder, listing: Listing, manifest: folders.Manifest, tables: Sequence[Table]) -> list[_Saved]:
+    """Every saved box of what is asked for, in the same order on every rank."""
+    return [
+        _Saved(_place_of(folder, tensors[name], box), section, box, digest)
         for section, tensors in listing.tensors.items()
         for name in sorted(tensors.keys() & {name for table in tables for name in table[section]})
         for box, digest in manifest.checksums.get(section, {}).get(name, ())
     ]
-
-    def check(number: int, opens: Mapping[str, Readable] | None) -> None:
-        place, section, box, digest = boxes[number]
-        with naming(folder / place.file):
-            if opens is None:
-                found = hash_memory(pieces[section][place.name], box)
-            else:
-                found = hash_file(opens[place.file], place, box.within(place.box))
-        if found != digest:
-            raise ValueError(
-                f"{folder / place.file}: the bytes of {place.name}, {box}, were changed since they were saved: "
-                "their checksum does not match; use another checkpoint"
-            )
-
-    def in_memory() -> list[int]:
-        if rank == 0:
-            folders.check_content(folder, manifest)
-        mine = _loaded_whole([(place, section, box) for place, section, box, _ in boxes], tables, rank)
-        run_all(check, [(number, None) for number in mine])
-        return mine
-
-    checked = {number for numbers in together(group, in_memory) for number in numbers}
-
-    def in_files() -> None:
-        rest = [number for number in range(len(boxes)) if number not in checked]
-        owners = least_loaded([boxes[n][2].numel * boxes[n][0].spec.dtype.itemsize for n in rest], len(tables))
-        mine = [number for number, owner in zip(rest, owners, strict=True) if owner == rank]
-        with opened_files(folder, {boxes[number][0].file for number in mine}) as opens:
-            run_all(check, [(number, opens) for number in mine])
-
-    together(group, in_files)
 
 
 def _place_of(folder: Folder, tensor: Stored, box: Box) -> Place:
@@ -224,15 +258,15 @@ def _sharing(tables: Sequence[Table], rank: int) -> dict[tuple[str, str], tuple[
     return sharing
 
 
-def _loaded_whole(boxes: Sequence[tuple[Place, str, Box]], tables: Sequence[Table], rank: int) -> list[int]:
+def _loaded_whole(saved: Sequence[_Saved], tables: Sequence[Table], rank: int) -> list[int]:
     """Numbers of the boxes that this rank has whole in memory, without a cast; ranks with equal parts take turns."""
     sharing = _sharing(tables, rank)
     mine = []
-    for number, (place, section, box) in enumerate(boxes):
-        key = (section, place.name)
+    for number, each in enumerate(saved):
+        key = (each.section, each.place.name)
         if key in sharing:
-            dtype, _, held_box = tables[rank][section][place.name]
+            dtype, _, held_box = tables[rank][each.section][each.place.name]
             turn, holders = sharing[key]
-            if dtype == place.spec.dtype and held_box.contains(box) and number % holders == turn:
+            if dtype == each.place.spec.dtype and held_box.contains(each.box) and number % holders == turn:
                 mine.append(number)
     return mine

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from composable.checkpoint.format import Place, TensorSpec
 from composable.checkpoint.shards import Box, Piece, byte_runs, chunk_boxes, row_major_strides
-from composable.checkpoint.storage import File, Readable, huge_pages, read_all, write_all
+from composable.checkpoint.storage import PAGE, STEP, File, Readable, huge_pages, read_all, write_all
 
 THREADS = 4
 COPIED = (32 << 20) // THREADS  # bytes of one thread's copy of what cannot be written or read in place
@@ -123,6 +123,17 @@ def read_box(file: Readable, place: Place, piece: Piece, box: Box, shared: bool 
             raw(target).copy_(values)  # as integers: every bit, whatever the dtype's own copy does
         else:
             target.copy_(values.view(spec.dtype))
+
+
+def read_and_hash(file: Readable, place: Place, piece: Piece, box: Box, shared: bool = False) -> str:
+    """As `read_box`, of the stored dtype; returns the xxh3_64 of the box's row-major bytes, taken while they are in the
+    processor's cache."""
+    digest = xxhash.xxh3_64()
+    for part in chunk_boxes(box, place.spec.dtype.itemsize, STEP - PAGE):  # so that each is one aligned read
+        read_box(file, place, piece, part, shared)
+        for _, data in _memory(piece, part):
+            digest.update(data)
+    return digest.hexdigest()
 
 
 def hash_file(file: Readable, place: Place, box: Box) -> str:

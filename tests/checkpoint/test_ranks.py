@@ -264,11 +264,15 @@ def test_what_cannot_be_loaded_is_refused_by_name_on_all_ranks(ranks, tmp_path, 
 
 
 def counted_load(folder, mesh_shape, placement):
-    """Bytes that this rank read from the tensor file, and checksums that it took in memory and from the file."""
+    """Bytes that this rank read from the tensor file; checksums that it took as it read, in memory, in the file."""
     import sys
 
-    module, counts = sys.modules["composable.checkpoint.load"], {"read": 0, "hash_memory": 0, "hash_file": 0}
-    preadv, real = os.preadv, {name: getattr(module, name) for name in ("hash_memory", "hash_file")}
+    module, hashes = sys.modules["composable.checkpoint.load"], ("read_and_hash", "hash_memory", "hash_file")
+    preadv, real, counts = (
+        os.preadv,
+        {name: getattr(module, name) for name in hashes},
+        dict.fromkeys(("read", *hashes), 0),
+    )
 
     def counting(handle, buffers, offset):
         counts["read"] += sum(len(buffer) for buffer in buffers)
@@ -299,10 +303,10 @@ def test_a_rank_reads_what_it_needs_and_each_box_is_checked_once(ranks, tmp_path
     ranks(4, save_sharded, tmp_path / "c")
     part = 64 * 64 * 4 // 4
     same = ranks(4, counted_load, tmp_path / "c", (4,), Shard(0))
-    assert same == [{"read": part, "hash_memory": 1, "hash_file": 0}] * 4
+    assert [tuple(each.values()) for each in same] == [(part, 1, 0, 0)] * 4
     fewer = ranks(2, counted_load, tmp_path / "c", (2,), Shard(0))
-    assert fewer == [{"read": 2 * part, "hash_memory": 2, "hash_file": 0}] * 2
+    assert [tuple(each.values()) for each in fewer] == [(2 * part, 0, 2, 0)] * 2
     whole = ranks(2, counted_load, tmp_path / "c", (2,), Replicate())
-    assert whole == [{"read": 4 * part, "hash_memory": 2, "hash_file": 0}] * 2
+    assert [tuple(each.values()) for each in whole] == [(4 * part, 0, 2, 0)] * 2
     across = ranks(2, counted_load, tmp_path / "c", (2,), Shard(1))
-    assert [(c["hash_memory"], c["hash_file"]) for c in across] == [(0, 2)] * 2
+    assert [tuple(each.values())[1:] for each in across] == [(0, 0, 2)] * 2

@@ -1,13 +1,12 @@
 import json
 import resource
-import sys
 
 import pytest
 import safetensors.torch
 import torch
 import transformers
 
-from composable.checkpoint import Box, Piece, latest, load, save
+from composable.checkpoint import Box, Piece, latest, load, save, transfer
 from composable.checkpoint.load import widens
 from composable.checkpoint.transfer import read_box
 
@@ -242,7 +241,7 @@ def test_what_was_read_wrongly_is_found_by_the_checksums(tmp_path, monkeypatch):
         read_box(file, place, piece, *rest)
         piece.local[0] = 9
 
-    monkeypatch.setattr(sys.modules["composable.checkpoint.load"], "read_box", wrong)
+    monkeypatch.setattr(transfer, "read_box", wrong)
     with pytest.raises(ValueError, match="checksum"):
         load(tmp_path / "c", {"a": torch.zeros(4)})
 
