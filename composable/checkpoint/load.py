@@ -59,7 +59,6 @@ def load(
 
     tables = together(group, describe)
     listing = listings[0]
-
     loading = _Loading(folder, listing, tables, pieces, rank_of(group))
 
     def fill() -> list[int]:
@@ -84,6 +83,11 @@ class _Saved:
     box: Box
     digest: str
 
+    @property
+    def key(self) -> tuple[str, Place, Box]:
+        """The section, the place in a file, and the box as the place counts."""
+        return self.section, self.place, self.box.within(self.place.box)
+
 
 @dataclass
 class _Loading:
@@ -100,9 +104,7 @@ class _Loading:
     def fill(self) -> list[int]:
         """Read all pieces; returns the numbers of the saved boxes that this rank has checked, in its memory."""
         mine = _loaded_whole(self.saved, self.tables, self.rank)
-        left = {
-            (e.section, e.place, e.box.within(e.place.box)): number for number in mine for e in [self.saved[number]]
-        }
+        left = {self.saved[number].key: number for number in mine}
 
         def read(section: str, place: Place, piece: Piece, box: Box, shared: bool) -> None:
             number = left.pop((section, place, box), None)

@@ -79,11 +79,11 @@ class Exchange:
             self.order[-len(self.units) - 1 :],
             self.inside,
         )
-        return *map(tuple, lists), self.deferred, self.reducing, self.last, self.sync, self.reshards
+        return tuple(map(tuple, lists)), (self.deferred, self.reducing, self.last, self.sync, self.reshards)
 
     def restore(self, state: tuple[Any, ...]) -> None:
         """What `state` gave."""
-        lists, (self.deferred, self.reducing, self.last, self.sync, self.reshards) = state[:7], state[7:]
+        lists, (self.deferred, self.reducing, self.last, self.sync, self.reshards) = state
         self.full, self.flat, self.whole, self.seen, self.summed, self.order, self.inside = map(list, lists)
 
     @contextlib.contextmanager

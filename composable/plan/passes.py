@@ -50,16 +50,20 @@ class StagePasses:
 
     @functools.cached_property
     def _new(self) -> Pass:
-        return Pass(self.tape, Ledger(), lambda unit, what: None, lambda size: None)
+        return Pass(self.tape, Ledger(), _ignore, _ignore)
 
     @functools.cached_property
     def _forwarded(self) -> Pass:
-        run = self._new.over(Ledger(), lambda unit, what: None, lambda size: None)
+        run = self._new.over(Ledger(), _ignore, _ignore)
         run.forward()
         return run
 
     @functools.cached_property
     def _halved(self) -> Pass:
-        run = self._forwarded.over(Ledger(), lambda unit, what: None, lambda size: None)
+        run = self._forwarded.over(Ledger(), _ignore, _ignore)
         run.backward(halves=True)
         return run
+
+
+def _ignore(*what: object) -> None:
+    """Nothing is gathered or reduced."""

@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 import zipfile
 
 import pytest
@@ -505,3 +506,26 @@ def test_the_process_takes_no_more_memory_than_was_said(tmp_path):
         assert f" as {to}\n0 " in run.stdout  # the exit status
         source = tmp_path / str(number)
     assert contents(source) == contents(tmp_path / "a")
+
+
+def test_a_refused_model_ends_the_copying_that_goes_on_beside_its_check(tmp_path):
+    saved(tmp_path / "source", DENSE)
+    target, asked = hugging_face.target(open_source(str(tmp_path / "source")), 1 << 30), threading.Event()
+
+    def refuse():
+        assert asked.wait(10)
+        raise ValueError("no such model")
+
+    def advance(size):
+        asked.set()
+
+    with pytest.raises(ValueError, match="no such model"):
+        write(target, tmp_path / "target", 1 << 20, advance, refuse)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("tool", ["convert", "reshard", "show", "average"])
+def test_a_tool_that_handles_files_starts_without_what_takes_long_to_import(tool):
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); import {tool}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"torch.distributed.tensor", "torch._dynamo"} & set(done.stdout.split())
