@@ -24,7 +24,7 @@ from composable.checkpoint.remote import Folder
 from composable.checkpoint.shards import Piece, pieces_of
 from composable.checkpoint.together import together
 from composable.models.config import DecoderConfig
-from composable.models.families import differences, from_hugging_face, mtp_names
+from composable.models.families import differences, from_hugging_face, mtp_names, unread
 from composable.models.names import in_file
 from composable.models.upcycle import upcycle
 from composable.parallel.compose import Composed
@@ -82,8 +82,11 @@ def start_from(folder: Folder, recipe: Recipe, model: Composed) -> list[str]:
     remarks = [f"weights of {folder}, {cast}"]
     if taken := sorted(packed.keys() & wanted):
         remarks.append(f"{len(taken)} tensors of {folder} were dequantised ({packed[taken[0]].method})")
+    config = _config(folder) or {}
+    if others := unread(config):
+        remarks.append(f"warning: not read of {folder / 'config.json'}: {', '.join(others)}")
     extra = sorted(stored.keys() - wanted)
-    if ahead := _ahead(folder, extra):
+    if ahead := list(filter(mtp_names(config), extra)):  # not trained here
         remarks.append(f"notice: {_some(ahead)} of {folder} are for multi-token prediction and were left out")
     if extra := sorted(set(extra) - set(ahead)):
         remarks.append(f"warning: {_some(extra)} of {folder} are not of this model and were left out")
@@ -116,9 +119,10 @@ def check_same_model(folder: Folder, model: DecoderConfig, missing: Iterable[str
     Raises:
         ValueError: the fields that differ, what they are there and what they are here.
     """
-    if not (folder / "config.json").is_file():
+    config = _config(folder)
+    if config is None:
         return
-    theirs = from_hugging_face(json.loads((folder / "config.json").read_text()))
+    theirs = from_hugging_face(config)
     added: dict[str, Any] = {name: True for name in ADDED if getattr(model, name) and model.latent == theirs.latent}
     grown = dataclasses.replace(theirs, **added)
     if grown.moe is not None and model.moe is not None:
@@ -130,11 +134,10 @@ def check_same_model(folder: Folder, model: DecoderConfig, missing: Iterable[str
         raise ValueError(f"init_from={folder} is another model: {'; '.join(different)}{hint}")
 
 
-def _ahead(folder: Folder, names: Iterable[str]) -> list[str]:
-    """Those of multi-token prediction, which is not trained here, by the config.json beside them."""
-    if not (folder / "config.json").is_file():
-        return []
-    return list(filter(mtp_names(json.loads((folder / "config.json").read_text())), names))
+def _config(folder: Folder) -> dict[str, Any] | None:
+    """The content of the config.json beside weights, if there is one."""
+    path = folder / "config.json"
+    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def check_missing(folder: Folder, names: Sequence[str], allowed: Iterable[str]) -> None:

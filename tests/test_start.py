@@ -118,6 +118,14 @@ def test_a_tied_weight_is_taken_under_either_name(ranks, tmp_path, mesh, also):
         assert all(torch.equal(weight, good[name].to(weight.dtype)) for name, weight in weights.items())
 
 
+def test_what_config_json_says_beyond_the_family_is_named(ranks, tmp_path):
+    publish(tmp_path / "hf", MODEL)
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sparkle": 0.5, "twinkle": 0}))
+    for remarks, _, _ in ranks(2, start, tmp_path / "hf", MODEL, MESHES["sharded"]):
+        assert remarks[1:] == [f"warning: not read of {path}: sparkle"]
+
+
 def test_a_tensor_too_many_is_left_out_and_named(ranks, tmp_path):
     good = publish(tmp_path / "hf", MODEL, lambda tensors: tensors.update({"model.extra": torch.ones(2)}))
     for remarks, _, weights in ranks(2, start, tmp_path / "hf", MODEL, MESHES["sharded"]):

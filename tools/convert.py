@@ -36,7 +36,7 @@ from composable.checkpoint.formats.source import Source, Target, narrowed, witho
 from composable.checkpoint.remote import as_folder
 from composable.checkpoint.rewrite import STATE
 from composable.checkpoint.transfer import THREADS
-from composable.models.families import from_hugging_face, mtp_names
+from composable.models.families import from_hugging_face, mtp_names, unread
 
 Dtype = Literal["", "float32", "bfloat16", "float16", "float64"]
 MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # of config.json: how many there are
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
         target = planned(found, args.to, size)
 
         def check() -> None:
-            if args.to == "composable" and not args.any_model:
+            if computed(args):
                 check_model(found, args.src)
 
         if args.plan:
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for note in found.notes:
+    for note in notes(found, args):
         print(f"{args.src}: {note}")
     print(f"{args.dst}: {size_text(found.nbytes)} of tensors of {found.kind}, as {args.to}")
     return 0
@@ -123,6 +123,18 @@ def config_of(found: Source, where: str) -> dict[str, Any]:
             f"{where} has no config.json, which tells what model it is; put it beside the weights, or write --any-model"
         )
     return found.config
+
+
+def computed(args: Args) -> bool:
+    """Whether what is written must be a model that we compute."""
+    return args.to == "composable" and not args.any_model
+
+
+def notes(found: Source, args: Args) -> list[str]:
+    """What of the source is not taken along, or not looked at."""
+    others = unread(found.config) if computed(args) else []
+    told = [f"not read of config.json: {', '.join(others)}"] if others else []
+    return [*found.notes, *told]
 
 
 def check_model(found: Source, where: str) -> None:
@@ -172,7 +184,7 @@ def plan_lines(found: Source, target: Target, args: Args) -> list[str]:
     """What would be read and written."""
     lines = [f"read   {args.src}: {found.kind}, {len(found.files):,} files with tensors"]
     lines += [f"       {section}: {len(tensors):,} tensors" for section, tensors in found.sections.items() if tensors]
-    lines += [f"       {note}" for note in found.notes]
+    lines += [f"       {note}" for note in notes(found, args)]
     if args.dtype or args.dequantise:
         lines.append(f"       weights become {args.dtype or args.dequantise} (what that loses is lost)")
     about = "" if args.to == "composable" else "about "

@@ -5,7 +5,7 @@ our own terms. Names of weights are in `names.py`.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args, get_type_hints
 
 from composable.models.config import DecoderConfig, RopeConfig
@@ -16,6 +16,8 @@ OWN = "composable"
 """`model_type` of a configuration that no family holds, and the key under which its config.json keeps our fields"""
 
 
+ONLY = {"hidden_act": "silu", "is_causal": True, "attention_dropout": 0, "router_jitter_noise": 0}
+"""theirs -> the one value that is computed here, in all families"""
 _OPTIONS = ("balance", "capacity", "exploration", "upcycle", "granularity", "dispatcher")  # of MoEConfig: of training
 
 
@@ -64,12 +66,19 @@ def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
     return _read(config, FAMILIES[name])
 
 
-def known_keys() -> set[str]:
-    """Keys of config.json that some family is read from, or that have no say in what is computed."""
-    tables = [SAME, *(family.keys for family in FAMILIES.values())]
+def known_keys(families: Iterable[Family] = FAMILIES.values()) -> set[str]:
+    """Keys of config.json that one of the families is read from, or that have no say in what is computed."""
+    tables = [SAME, *(family.keys for family in families)]
     read = {theirs for table in tables for theirs in table.values()}
-    read |= {theirs for family in FAMILIES.values() for table in (family.absent, family.only) for theirs in table}
-    return read | {*ALSO.values(), "hidden_act", "is_causal"} | OTHER
+    read |= {theirs for family in families for table in (family.absent, family.only) for theirs in table}
+    return read | {*ALSO.values(), *ONLY} | OTHER
+
+
+def unread(config: Mapping[str, Any]) -> list[str]:
+    """Keys that a family's config.json has and no model of it is read from, but for those that say null, false or 0."""
+    if (name := str(config.get("model_type"))) not in FAMILIES:
+        return []
+    return sorted(key for key in config.keys() - known_keys([FAMILIES[name]]) if config[key])
 
 
 def computed(config: DecoderConfig) -> DecoderConfig:
@@ -143,7 +152,7 @@ def _unscaled(family: Family) -> dict[str, str] | None:
 
 
 def _read(config: Mapping[str, Any], family: Family) -> DecoderConfig:
-    wanted = {"hidden_act": "silu", "is_causal": True} | dict(family.only)
+    wanted = {**ONLY, **family.only}
     others = [
         f"{theirs}={config[theirs]!r} is not supported; supported is {only!r}"
         for theirs, only in wanted.items()

@@ -188,8 +188,9 @@ FAMILIES: Mapping[str, Family] = {
 OTHER = {  # keys of config.json that families are read from by functions, or that have no say in what is computed
     *("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings", "quantization_config"),
     *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "n_shared_experts", "topk_method"),
-    *("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "pretraining_tp", "attention_dropout"),
+    *("model_type", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "pretraining_tp", "architectures"),
+    *("aux_loss_alpha", "seq_aux", "ep_size", "experts_per_token", "initial_context_length", "qk_head_dim"),
     *("output_router_logits", "router_aux_loss_coef", "output_attentions", "output_hidden_states", "return_dict"),
     *("chunk_size_feed_forward", "id2label", "label2id", "problem_type", "is_encoder_decoder"),
 }

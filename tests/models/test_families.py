@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Qwen2M
 from composable.checkpoint import load, save
 from composable.models.config import DecoderConfig, RopeConfig
 from composable.models.decoder import Decoder
-from composable.models.families import differences, family_of, from_hugging_face, has_family, to_hugging_face
+from composable.models.families import differences, family_of, from_hugging_face, has_family, to_hugging_face, unread
+from composable.models.family_table import FAMILIES
 from composable.models.names import in_file
 from composable.moe.config import Balance, Capacity, Exploration, MoEConfig, deepseek_v3, mixtral, qwen3_moe
 from composable.moe.router import route
@@ -93,6 +94,8 @@ def test_a_newer_field_and_an_unknown_family_are_refused_by_name():
     ("name", "there", "words"),
     [
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported is 'silu'"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported; supported is 0"),
+        ("mixtral", {"router_jitter_noise": 0.02}, "router_jitter_noise=0.02 is not supported; supported is 0"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]: the dense layers must be the lowest"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported; supported is 1"),
     ],
@@ -100,6 +103,20 @@ def test_a_newer_field_and_an_unknown_family_are_refused_by_name():
 def test_a_model_of_a_family_that_computes_otherwise_is_refused(name, there, words):
     with pytest.raises(ValueError, match=words):
         from_hugging_face(to_hugging_face((MODELS | EXPERTS)[name]) | there)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_keys_of_a_family_are_known_and_others_are_told(name):
+    text = AutoConfig.for_model(name).to_dict()
+    assert unread(text) == []
+    assert unread(text | {"sparkle": 0.5, "glitter": [1], "twinkle": 0, "glow": None, "shine": False}) == [
+        "glitter",
+        "sparkle",
+    ]
+
+
+def test_a_key_of_another_family_is_not_known():
+    assert unread(to_hugging_face(MODELS["llama"]) | {"qk_rope_head_dim": 8}) == ["qk_rope_head_dim"]
 
 
 def test_a_key_that_is_absent_or_null_means_what_it_means_to_transformers():

@@ -290,6 +290,17 @@ def test_layers_for_multi_token_prediction_are_carried_or_dropped(convert, tmp_p
     assert json.loads((tmp_path / "c" / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
+def test_what_config_json_says_beyond_the_family_is_told_and_goes_along(convert, tmp_path):
+    llama().save_pretrained(tmp_path / "a")
+    path = tmp_path / "a" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sparkle": 0.5}))
+    for number, also in enumerate([[], ["--any-model"]]):
+        status, told, err = convert(tmp_path / "a", tmp_path / f"b{number}", "--to", "composable", *also)
+        assert (status, err) == (0, [])
+        assert [line.endswith("not read of config.json: sparkle") for line in told[:-1]] == ([] if also else [True])
+        assert json.loads((tmp_path / f"b{number}" / "config.json").read_text())["sparkle"] == 0.5
+
+
 def test_weights_in_blocks_are_made_ordinary_ones(convert, tmp_path):
     model = llama()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
