@@ -113,6 +113,24 @@ def foreach_mul_(tensors: list[Tensor], factor: Tensor | float) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+@functools.cache
+def take_empty_gradients() -> None:
+    """Have FSDP2, for the rest of the process, exchange gradients of which some are empty.
+
+    Its `_chunk_cat` refuses them, as those of a vocabulary that has fewer rows than ranks; they add nothing to what is
+    exchanged. Checked on torch 2.13.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    copy_in = collectives.foreach_reduce_scatter_copy_in
+
+    def copy_filled(unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int) -> None:
+        if filled := [gradient for gradient in unsharded_grads if gradient.numel()]:
+            copy_in(filled, reduce_scatter_input, world_size)
+
+    collectives.foreach_reduce_scatter_copy_in = copy_filled
+
+
 def record_cuda_memory(entries: int) -> None:
     """Keep the stack traces of the last `entries` CUDA allocations, for `dump_cuda_memory`; 0 stops it.
 

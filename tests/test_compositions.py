@@ -88,7 +88,8 @@ def recipe_of(row: Row) -> Recipe:
         loss_chunk=row.get("loss_chunk", 0),
     )
     data = DataConfig(seq_len=16, micro_batch=1, global_batch=mesh.data_ranks * count, document_mask=mesh.cp > 1)
-    model = dataclasses.replace(MODEL, layers=layers, tied=row.get("tied", False))
+    vocab = row.get("vocab", MODEL.vocab_size)
+    model = dataclasses.replace(MODEL, layers=layers, tied=row.get("tied", False), vocab_size=vocab)
     return Recipe(
         "composition",
         model,
@@ -139,9 +140,8 @@ EIGHT = [
     | dict(context="ring", tied=True, loss_chunk=5),
     dict(dp_replicate=2, dp_shard=2, cp=2, tp=1, pp=1, data="zero1", accumulate=2, schedule=None)
     | dict(context="ulysses", recompute="selective"),
-    dict(
-        dp_replicate=2, dp_shard=1, cp=1, tp=4, pp=1, data="ddp", accumulate=2, schedule=None, context=None, tied=True
-    ),
+    dict(dp_replicate=2, dp_shard=1, cp=1, tp=4, pp=1, data="ddp", accumulate=2, schedule=None, context=None)
+    | dict(tied=True, vocab=9),  # of which the last tensor rank has no row
     dict(dp_replicate=1, dp_shard=1, cp=4, tp=2, pp=1, data="ddp", accumulate=1, schedule=None)
     | dict(context="all_gather", recompute="full", loss_chunk=3),
     dict(dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=4, data="zero2", accumulate=1, schedule="InterleavedZeroBubble")

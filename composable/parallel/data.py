@@ -12,8 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from composable._torch import take_empty_gradients
 from composable.mesh import Mesh, MeshViews
 from composable.moe.experts import Experts
+from composable.optim.local import local
 from composable.parallel.config import DataKind, Parallel
 from composable.parallel.expert import shard_dimension
 
@@ -60,6 +62,8 @@ def shard_data(
     else:  # each rank has its own, and nothing is exchanged
         options["ignored_params"] = {parameter for module in experts for parameter in module.parameters()}
     options["mesh"] = _mesh_of(views.parameters, "fsdp", parallel)
+    if not all(local(parameter).numel() for parameter in model.parameters()):
+        take_empty_gradients()
     if parallel.unit:
         for start in range(0, len(blocks), parallel.unit):
             fully_shard(list(blocks[start : start + parallel.unit]), **options)
