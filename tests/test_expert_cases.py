@@ -480,7 +480,7 @@ def measured(out: Path) -> tuple[float, float]:
     return tuple([line[key] for line in values if key in line][-1] for key in ("loss", "validation_loss"))
 
 
-@pytest.mark.parametrize("granularity", [1, 2])
+@pytest.mark.parametrize("granularity", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_upcycled_run_starts_at_the_losses_of_the_dense_one(granularity, ranks, tmp_path):
     ranks(1, train_script, "recipes/dense_debug.py", [*SIZES, "--steps", "2", "--out", str(tmp_path / "dense")])
     source = latest(tmp_path / "dense" / "checkpoints")
