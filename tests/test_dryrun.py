@@ -141,7 +141,7 @@ def test_an_error_of_one_rank_at_set_up_is_told_as_the_real_run_has_it():
 
 def test_chosen_ranks_are_the_first_of_stages():
     assert default_ranks(Mesh(pp=4, dp_shard=2, tp=4)) == [0, 8, 16, 24]
-    assert default_ranks(Mesh(pp=16, dp_shard=128)) == [0, 1024, 1920]
+    assert default_ranks(Mesh(pp=16, dp_shard=128)) == [0, 1920]
 
 
 def test_the_command_prints_tables_writes_json_and_has_exit_codes(tmp_path):

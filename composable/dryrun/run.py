@@ -115,18 +115,20 @@ def dry_run(
         pool = stack.enter_context(_processes(jobs)) if min(jobs, len(chosen)) > 1 else None
         run = pool.map if pool is not None else map
         found = run(partial(_rank, recipe, load=given, ranks_per_node=ranks_per_node), chosen)
+        others = sorted(set(range(mesh.pp)) - {rank // mesh.stage_ranks for rank in chosen}) if checkpoint else []
+        firsts = [index * mesh.stage_ranks for index in others]
+        built = run(partial(_built, recipe, ranks_per_node=ranks_per_node), firsts)
         for rank in chosen:
             say(f"rank {rank}: build, compose and one step")
             report, stage = next(found)
             reports.append(report)
             if stage is not None:
                 stages[rank // mesh.stage_ranks] = stage
-    if not checkpoint or any(report.error for report in reports):
-        return Report(recipe.name, world, mesh, tuple(reports), tuple(remarks))
-    for index in range(mesh.pp):
-        if index not in stages:
+        if not checkpoint or any(report.error for report in reports):
+            return Report(recipe.name, world, mesh, tuple(reports), tuple(remarks))
+        for index in others:
             say(f"stage {index}: build and compose, for the checkpoint")
-            stages[index] = _built(recipe, index * mesh.stage_ranks, ranks_per_node)
+            stages[index] = next(built)
     say("plan of a checkpoint")
     whole = recipe.parallel.data == "ddp"
     in_order = [stages[index] for index in range(mesh.pp)]
@@ -138,8 +140,9 @@ def dry_run(
 
 
 def default_ranks(mesh: Mesh) -> list[int]:
-    """The first rank of each part of a pipeline of up to 4; of a longer one, of the first, the middle and the last."""
-    chosen = range(mesh.pp) if mesh.pp <= 4 else (0, mesh.pp // 2, mesh.pp - 1)
+    """The first rank of each part of a pipeline of up to 4; of a longer one, of the first and the last: others lie
+    between them, in what they hold and in how many micro-batches they have in flight."""
+    chosen = range(mesh.pp) if mesh.pp <= 4 else (0, mesh.pp - 1)
     return [index * mesh.stage_ranks for index in chosen]
 
 
