@@ -13,11 +13,11 @@ from composable.checkpoint.plan import Table, plan_sections, table_of
 from composable.checkpoint.save import described
 from composable.dryrun.run import RankReport, composed, default_ranks, dry_run, one_step
 from composable.dryrun.saved import MAX_FILE_SIZE, shares_of
-from composable.mesh import Mesh
 from composable.moe.config import MoEConfig
 from composable.moe.given import Load, given, whole_choices
 from composable.observe.live import LiveMemory
 from composable.recipe import Recipe
+from composable.recipe import recipe_of as recipe_of_script
 from composable.state import saved_tensors
 from tests import test_experts as experts
 from tests.covering import Row
@@ -140,8 +140,10 @@ def test_an_error_of_one_rank_at_set_up_is_told_as_the_real_run_has_it():
 
 
 def test_chosen_ranks_are_the_first_of_stages():
-    assert default_ranks(Mesh(pp=4, dp_shard=2, tp=4)) == [0, 8, 16, 24]
-    assert default_ranks(Mesh(pp=16, dp_shard=128)) == [0, 1920]
+    recipe = recipe_of(PLAIN | dict(dp_shard=2, pp=4, schedule="1F1B"))
+    assert default_ranks(recipe) == [0, 2, 4, 6]
+    deep, _ = recipe_of_script(ROOT / "recipes" / "dense_405b.py").resolve(1024)
+    assert default_ranks(deep) == [64, 960]  # the second part has more layers than the first
 
 
 def test_the_command_prints_tables_writes_json_and_has_exit_codes(tmp_path):

@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
         target = planned(found, args.to, size)
 
         def check() -> None:
-            if computed(args):
+            if of_ours(args):
                 check_model(found, args.src)
 
         if args.plan:
@@ -125,14 +125,14 @@ def config_of(found: Source, where: str) -> dict[str, Any]:
     return found.config
 
 
-def computed(args: Args) -> bool:
+def of_ours(args: Args) -> bool:
     """Whether what is written must be a model that we compute."""
     return args.to == "composable" and not args.any_model
 
 
 def notes(found: Source, args: Args) -> list[str]:
     """What of the source is not taken along, or not looked at."""
-    others = unread(found.config) if computed(args) else []
+    others = unread(found.config) if of_ours(args) else []
     told = [f"not read of config.json: {', '.join(others)}"] if others else []
     return [*found.notes, *told]
 

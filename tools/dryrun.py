@@ -36,7 +36,7 @@ class Options:
     """number of ranks"""
     rank: str = ""
     """ranks to run, such as 0,7,8-11; empty: the first of each part of a pipeline of up to 4; of a longer one, of the
-    first and the last"""
+    part that is predicted to hold most and of the last"""
     load: str = "even"
     """choices of experts: even, largest load over mean (expert 0 has the largest), or a JSON file of counts by expert,
     or by layer and expert"""

@@ -26,6 +26,7 @@ from composable.observe.live import LiveMemory
 from composable.observe.traffic import Collective, Traffic
 from composable.optim.optimizers import build_optimizer, optimizer_tensors
 from composable.parallel.compose import Composed, compose
+from composable.plan.memory import memory as predicted
 from composable.recipe import Recipe
 from composable.step import train_step
 
@@ -104,7 +105,7 @@ def dry_run(
     mesh = recipe.mesh
     remarks += mesh.across_nodes(ranks_per_node)
     given = Load.parse(load, recipe.model.moe)
-    chosen = default_ranks(mesh) if ranks is None else list(dict.fromkeys(ranks))
+    chosen = default_ranks(recipe) if ranks is None else list(dict.fromkeys(ranks))
     if wrong := [rank for rank in chosen if not 0 <= rank < world]:
         raise ValueError(f"rank {wrong[0]}: the ranks of a world of {world} are 0 to {world - 1}")
     if recipe.foreign is not None:
@@ -115,9 +116,6 @@ def dry_run(
         pool = stack.enter_context(_processes(jobs)) if min(jobs, len(chosen)) > 1 else None
         run = pool.map if pool is not None else map
         found = run(partial(_rank, recipe, load=given, ranks_per_node=ranks_per_node), chosen)
-        others = sorted(set(range(mesh.pp)) - {rank // mesh.stage_ranks for rank in chosen}) if checkpoint else []
-        firsts = [index * mesh.stage_ranks for index in others]
-        built = run(partial(_built, recipe, ranks_per_node=ranks_per_node), firsts)
         for rank in chosen:
             say(f"rank {rank}: build, compose and one step")
             report, stage = next(found)
@@ -126,6 +124,9 @@ def dry_run(
                 stages[rank // mesh.stage_ranks] = stage
         if not checkpoint or any(report.error for report in reports):
             return Report(recipe.name, world, mesh, tuple(reports), tuple(remarks))
+        others = [index for index in range(mesh.pp) if index not in stages]
+        firsts = [index * mesh.stage_ranks for index in others]
+        built = run(partial(_built, recipe, ranks_per_node=ranks_per_node), firsts)
         for index in others:
             say(f"stage {index}: build and compose, for the checkpoint")
             stages[index] = next(built)
@@ -139,11 +140,15 @@ def dry_run(
     return Report(recipe.name, world, mesh, tuple(reports), tuple(remarks), total, files)
 
 
-def default_ranks(mesh: Mesh) -> list[int]:
-    """The first rank of each part of a pipeline of up to 4; of a longer one, of the first and the last: others lie
-    between them, in what they hold and in how many micro-batches they have in flight."""
-    chosen = range(mesh.pp) if mesh.pp <= 4 else (0, mesh.pp - 1)
-    return [index * mesh.stage_ranks for index in chosen]
+def default_ranks(recipe: Recipe) -> list[int]:
+    """The first rank of each part of a pipeline of up to 4; of a longer one, of the part that is predicted to hold most
+    (of the first, if that is not known) and of the last. The recipe is resolved."""
+    mesh = recipe.mesh
+    chosen = set(range(mesh.pp))
+    if mesh.pp > 4:
+        peaks = [] if recipe.foreign is not None else [part.peak for part in predicted(recipe, accelerator=False)]
+        chosen = {peaks.index(max(peaks)) if peaks else 0, mesh.pp - 1}
+    return [index * mesh.stage_ranks for index in sorted(chosen)]
 
 
 def _processes(jobs: int) -> ProcessPoolExecutor:
