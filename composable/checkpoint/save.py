@@ -20,6 +20,7 @@ from torch import Tensor
 
 from composable.checkpoint import folder as folders
 from composable.checkpoint.format import TensorSpec, check_specs, encode_index
+from composable.checkpoint.page_cache import read_back
 from composable.checkpoint.per_rank import write_own_files
 from composable.checkpoint.plan import SECTIONS, Parts, SectionPlan, Table, Writer, owned_parts, plan_sections, table_of
 from composable.checkpoint.remote import Folder, RemotePath, as_folder
@@ -106,6 +107,8 @@ def commit(
                 with contextlib.suppress(OSError):
                     clear(folder)
             raise
+    if isinstance(folder, Path):
+        read_back(folder, sections, rank)
 
 
 def clear(folder: Folder) -> None:

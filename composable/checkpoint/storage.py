@@ -1,9 +1,8 @@
 """Files written and read at offsets, much of them past the page cache.
 
-A checkpoint that is written now and read by another job later need not push other data out of the page cache, and is
-written and read faster around it: large reads and writes use `O_DIRECT` where the file system has it (reads where the
-bytes are not in the cache already). It wants page-aligned memory, offsets and lengths, so bytes go through a small
-aligned buffer, one per thread.
+What is written or read once goes faster around the page cache (`page_cache` brings new checkpoints into it later).
+Large reads and writes use `O_DIRECT` where the file system has it (reads where the bytes are not in the cache already).
+It wants page-aligned memory, offsets and lengths, so bytes go through a small aligned buffer, one per thread.
 """
 
 from __future__ import annotations

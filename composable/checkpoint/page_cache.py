@@ -1,0 +1,97 @@
+"""What was written past the page cache is brought into it afterwards: the next reader is often on the same machine.
+
+A job that starts again, a conversion, an evaluation then read the newest checkpoint from memory, as they would after an
+ordinary write, and no save waits for memory to write through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from composable.checkpoint.plan import SectionPlan
+from composable.checkpoint.shards import byte_runs
+from composable.checkpoint.storage import LARGE
+
+LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "xfs", "zfs"}
+"""File systems of disks in this machine: reading back from others costs the network, and others' time."""
+SHARE = 4  # of the memory that is available: a rank that wrote more than one part in so many reads nothing back
+STEP = 128 << 10  # bytes of one request: the kernel cuts longer ones to what it reads ahead by default
+AT_EXIT = 3.0  # seconds that a program which is otherwise done goes on reading
+
+Span = tuple[Path, int, int]  # a file, the first byte, the end
+
+
+def read_back(folder: Path, sections: Sequence[SectionPlan], rank: int) -> threading.Thread | None:
+    """Start to read what this rank has written into the page cache; None where that is not worth its price.
+
+    Nothing waits for it and nothing depends on it: files that are deleted meanwhile are passed over, and a program that
+    ends gives it three seconds.
+    """
+    spans = [span for section in sections for span in _written(folder, section, rank)]
+    size = sum(end - start for _, start, end in spans)
+    if not spans or size * SHARE > _available() or not is_local(folder):
+        return None
+    thread = threading.Thread(target=_read, args=(spans,), name="reading back")
+    thread.start()
+    return thread
+
+
+def is_local(path: Path) -> bool:
+    """Whether the file system of `path` is one of this machine's disks, as far as is known."""
+    with contextlib.suppress(OSError):
+        return file_system(path.resolve(), Path("/proc/self/mounts").read_text()) in LOCAL
+    return False
+
+
+def file_system(path: Path, mounts: str) -> str:
+    """The kind of file system that a path lies on, by the lines of `/proc/self/mounts`; "" if none has it."""
+    found, longest = "", -1
+    for line in mounts.splitlines():
+        _, escaped, kind = line.split(" ")[:3]
+        point = escaped.encode().decode("unicode_escape")  # a blank is \040
+        if path.is_relative_to(point) and len(point) >= longest:  # of two on one point the later one is seen
+            found, longest = kind, len(point)
+    return found
+
+
+def _written(folder: Path, section: SectionPlan, rank: int) -> Iterator[Span]:
+    """Where the boxes lie that this rank wrote past the cache."""
+    for file in section.files:
+        path = folder / section.folder / file.name
+        for place in file.places:
+            boxes = [box for owner, box in section.owners[place.name] if owner == rank and place.box.contains(box)]
+            for box in boxes:
+                for at, _, size in byte_runs(box.within(place.box), place.spec.shape, place.spec.dtype.itemsize):
+                    if size < LARGE:  # and so are all runs of the box: written through the cache
+                        break
+                    yield path, place.offset + at, place.offset + at + size
+
+
+def _available() -> int:
+    """Bytes of memory that new pages may take; 0 on systems that do not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return 0
+
+
+def _read(spans: Sequence[Span]) -> None:
+    ended = None
+    for path, start, end in spans:
+        with contextlib.suppress(OSError):
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                for offset in range(start, end, STEP):
+                    os.posix_fadvise(handle, offset, min(STEP, end - offset), os.POSIX_FADV_WILLNEED)
+                    if not threading.main_thread().is_alive():
+                        ended = ended or time.monotonic()
+                        if time.monotonic() - ended > AT_EXIT:
+                            return
+            finally:
+                os.close(handle)

@@ -1,0 +1,103 @@
+"""A checkpoint, though written past the page cache, is in it soon after: also when the program ends at once."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from composable.checkpoint import page_cache, save
+from composable.checkpoint.page_cache import file_system
+from composable.checkpoint.storage import PAGE, opened
+
+TENSORS = {"large": torch.arange(6 << 20, dtype=torch.float32).view(6, -1), "small": torch.ones(5)}
+PROGRAM = f"""
+import os, sys, time
+import torch
+from composable.checkpoint import page_cache, save
+fadvise = os.posix_fadvise
+def slow(*args):
+    time.sleep(float(sys.argv[2]))
+    fadvise(*args)
+os.posix_fadvise = slow
+page_cache.AT_EXIT = 0.5
+save(sys.argv[1], {{"large": torch.ones({24 << 20}, dtype=torch.uint8)}}, {{}}, {{}}, writer="per_rank")
+"""
+
+
+def cached(folder: Path) -> list[bool]:
+    """Of each page of the tensor files, whether memory has it."""
+    found = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with opened(path, os.O_RDONLY) as file:
+            for offset in range(0, path.stat().st_size, PAGE):
+                try:
+                    found.append(os.preadv(file.handle, [bytearray(1)], offset, os.RWF_NOWAIT) == 1)
+                except BlockingIOError:
+                    found.append(False)
+    return found
+
+
+def read_back() -> None:
+    """Wait for what reads in the background."""
+    for thread in threading.enumerate():
+        if thread.name == "reading back":
+            thread.join()
+    time.sleep(0.2)  # the kernel is still reading what it was asked for
+
+
+@pytest.mark.parametrize("writer", ["shared", "per_rank"])
+def test_a_checkpoint_is_in_memory_soon_after_it_was_saved(tmp_path, writer):
+    save(tmp_path / "step", TENSORS, {"moment": TENSORS["large"]}, {}, writer=writer)
+    read_back()
+    assert all(cached(tmp_path / "step"))
+    assert all(cached(tmp_path / "step" / "optimizer"))
+
+
+def test_it_is_also_where_the_program_ends_with_the_save(tmp_path):
+    subprocess.run([sys.executable, "-c", PROGRAM, tmp_path / "step", "0"], check=True)
+    time.sleep(0.2)
+    assert all(cached(tmp_path / "step"))
+
+
+def test_a_program_that_is_done_does_not_wait_long_for_a_slow_disk(tmp_path):
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-c", PROGRAM, tmp_path / "step", "0.25"], check=True)  # 192 requests
+    assert time.monotonic() - start < 30
+
+
+def test_what_takes_much_of_the_memory_is_left_on_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(page_cache, "_available", lambda: 60 << 20)
+    monkeypatch.setattr(page_cache, "_read", lambda spans: pytest.fail("read back"))
+    save(tmp_path / "step", TENSORS, {}, {})
+    read_back()
+
+
+def test_nothing_depends_on_what_is_read_back(tmp_path):
+    missing, start = tmp_path / "deleted", time.monotonic()
+    page_cache._read([(missing, 0, 1 << 40), (missing, 5, 9)])
+    assert time.monotonic() - start < 5
+
+
+def test_a_disk_of_this_machine_is_told_from_a_share():
+    mounts = """\
+overlay / overlay rw,relatime 0 0
+proc /proc proc rw 0 0
+server:/home /home nfs4 rw 0 0
+/dev/sda1 /home/my\\040disk ext4 rw 0 0
+/dev/sdb1 /scratch xfs rw 0 0
+lustre@tcp:/fs /scratch lustre rw 0 0
+"""
+    places = {
+        "/work": "overlay",
+        "/home/a": "nfs4",
+        "/homes": "overlay",
+        "/home/my disk/a": "ext4",
+        "/scratch": "lustre",
+    }
+    assert {path: file_system(Path(path), mounts) for path in places} == places
+    assert file_system(Path("/work"), "") == ""
