@@ -34,7 +34,8 @@ from composable.observe.traffic import tensors_in
 
 LARGEST = 1 << 22
 """elements of a tensor that is still real: a mask of tokens by tokens is not"""
-FACTORIES = frozenset({"empty", "zeros", "ones", "full", "arange", "new_zeros", "new_empty", "new_full", "new_ones"})
+NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
+FACTORIES = frozenset({"arange", "empty", "empty_strided", "full", "ones", "zeros", *NEW})
 SIZED = FACTORIES | {"expand", "repeat"}
 ONLY_WORK = frozenset({"alltoall_base_", "send", "recv_", "recv_any_source_", "barrier", "monitored_barrier_"})
 """operators of `c10d` that give only what is to be waited for; others give their outputs before it"""
