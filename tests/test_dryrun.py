@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from composable._torch import fake_process_group, is_fake
 from composable.checkpoint.plan import Table, plan_sections, table_of
 from composable.checkpoint.save import described
+from composable.dryrun.pretend import LARGEST, Pretend
 from composable.dryrun.run import RankReport, composed, default_ranks, dry_run, one_step
 from composable.dryrun.saved import MAX_FILE_SIZE, shares_of
-from composable.moe.config import MoEConfig
-from composable.moe.given import Load, given, whole_choices
+from composable.moe.config import Capacity, MoEConfig
+from composable.moe.given import Load, given, left_by_capacity, whole_choices
 from composable.observe.live import LiveMemory
 from composable.recipe import Recipe
 from composable.recipe import recipe_of as recipe_of_script
@@ -114,6 +116,38 @@ def test_a_given_routing_gives_each_expert_its_share_and_a_token_different_exper
     assert skewed.counts.tolist()[0] == 13
     assert whole_choices((1, 0, 0), 5, 2) == [5, 5, 0]
     assert whole_choices((3, 1), 8, 1) == [6, 2]
+
+
+def test_what_is_left_by_a_capacity_is_given_by_counts():
+    dropped = MoEConfig(4, 2, 8, capacity=Capacity(1.25))  # 8 tokens: 5 to each expert at most
+    assert left_by_capacity((2, 1, 1, 0), 8, 1, dropped) == [5, 4, 4, 0]
+    asked = dataclasses.replace(dropped, capacity=Capacity(1.25, "next"))
+    assert left_by_capacity((2, 1, 1, 0), 8, 1, asked) == [5, 4, 4, 3]
+    assert left_by_capacity((2, 1, 1, 0), 8, 2, asked) == [5, 4, 4, 3]
+    assert left_by_capacity((2, 1, 1, 0), 8, 1, MoEConfig(4, 2, 8)) == [8, 4, 4, 0]
+    tight = dataclasses.replace(dropped, capacity=Capacity(0.5, "next"))  # no room for all
+    assert left_by_capacity((2, 1, 1, 0), 8, 1, tight) == [2, 2, 2, 2]
+
+
+def test_new_tensors_of_numbers_are_fake_and_small_ones_of_indices_are_not():
+    size = (3, 5)
+    with fake_process_group(0, 2), Pretend():
+        like = torch.zeros(size)
+        numbers = [
+            like,
+            torch.empty(size),
+            torch.empty_strided(size, (5, 1)),  # what a pipeline receives into
+            torch.full(size, 1.5),
+            torch.ones(size),
+            torch.arange(5.0),
+            like.new_empty(size),
+            like.new_empty_strided(size, (5, 1)),
+            like.new_zeros(size),
+        ]
+        indices = [torch.zeros(size, dtype=torch.int64), torch.empty_strided(size, (5, 1), dtype=torch.bool)]
+        large = torch.empty_strided((LARGEST + 1,), (1,), dtype=torch.int64)
+    assert all(map(is_fake, [*numbers, large]))
+    assert not any(map(is_fake, indices))
 
 
 def test_a_load_is_read_by_layer_and_refused_where_it_does_not_fit(tmp_path):

@@ -206,7 +206,7 @@ def one_step(
         model, optimizer = composed(recipe, ranks_per_node)
         stage = _stage(model, optimizer)
         for part in model.parts:
-            give_routing(part, load)
+            give_routing(part, load, limits=True)
             part.register_forward_pre_hook(lambda module, args: memory.forward_begins())
         follow(memory, model, optimizer)
         rest = memory.at_rest()

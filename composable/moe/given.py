@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from composable.moe.capacity import limit
 from composable.moe.config import MoEConfig
 from composable.moe.layer import MoE
 from composable.moe.router import Router, Routing, choose, count, score, weigh
@@ -25,6 +30,9 @@ class Load:
     """of layers that `layers` does not name; empty: even"""
     layers: Mapping[int, tuple[float, ...]] | None = None
     """global index of a layer -> [E]"""
+    executed: Mapping[int, Sequence[Sequence[float]]] | None = None
+    """global index of a layer -> [ranks of the mesh][E]: choices of each rank's own tokens that a capacity left, where
+    they are known; of a micro-batch, or the mean over those of a step"""
 
     @staticmethod
     def parse(text: str, config: MoEConfig | None) -> Load:
@@ -77,11 +85,19 @@ class Load:
         return (self.layers or {}).get(layer, self.every) or (1.0,) * experts
 
 
-def give_routing(part: nn.Module, load: Load) -> None:
-    """Let the layers with experts of a model, or of a part of one, choose as `load` has it, in place."""
+def give_routing(part: nn.Module, load: Load, *, limits: bool = False) -> None:
+    """Let the layers with experts of a model, or of a part of one, choose as `load` has it, in place.
+
+    Args:
+        limits: what a capacity leaves of the choices is given too, as `left_by_capacity` has it: for scores that have
+            no values.
+    """
     for module in part.modules():
         if isinstance(module, MoE):
-            module.route = given(load.of(module.layer, module.config.experts))
+            shares = load.of(module.layer, module.config.experts)
+            module.route = given(shares)
+            if limits:
+                module.limit = given_limit(shares)
 
 
 def given(shares: Sequence[float]) -> Router:
@@ -89,7 +105,10 @@ def given(shares: Sequence[float]) -> Router:
 
     A token's experts differ. Choices are rounded to whole ones, and an expert takes a token once at most.
     """
-    ids = functools.cache(functools.partial(_ids, tuple(shares)))
+
+    @functools.cache
+    def ids(tokens: int, top_k: int) -> Tensor:
+        return _ids(whole_choices(shares, tokens, top_k), tokens, top_k)
 
     def route(logits: Tensor, config: MoEConfig, bias: Tensor | None = None) -> Routing:
         scores = score(logits, config)
@@ -98,6 +117,44 @@ def given(shares: Sequence[float]) -> Router:
         return Routing(chosen, weigh(scores, chosen, config), count(chosen, config.experts))
 
     return route
+
+
+def given_limit(shares: Sequence[float]) -> Callable[..., Routing]:
+    """What stands for `capacity.limit` where scores have no values: it takes memory and exchanges as that does, but
+    executes so many choices of each expert as `left_by_capacity` says."""
+
+    def limited(routing: Routing, logits: Tensor, config: MoEConfig, **rest: Any) -> Routing:
+        found = limit(routing, logits, config, **rest)
+        if not config.capacity.factor:
+            return found
+        group, size = rest.get("group"), len(logits)
+        counts = left_by_capacity(shares, size, 1 if group is None else dist.get_world_size(group), config)
+        ids = _ids(counts, size, config.top_k).to(logits.device)
+        return Routing(ids, found.weights, count(ids, config.experts))
+
+    return limited
+
+
+def left_by_capacity(shares: Sequence[float], tokens: int, ranks: int, config: MoEConfig) -> list[int]:
+    """How many choices of each expert by one rank's tokens are executed [E].
+
+    A capacity that several ranks share is taken to cut their choices alike. Where what it refuses asks the next best
+    expert, which the scores decide, choices are taken to stay where they are, and the refused to fill all others alike.
+    """
+    rule = config.capacity
+    chosen = whole_choices(shares, tokens, config.top_k)
+    if not rule.factor:
+        return chosen
+    whole = math.ceil(tokens * ranks * (rule.factor * config.top_k / config.experts) - 1e-9)
+    room = min(whole // ranks, tokens) if max(chosen) * ranks > whole else tokens
+    kept = [min(number, room) for number in chosen]
+    if rule.overflow != "next":
+        return kept
+    free = [room - number for number in kept]
+    left = min(sum(chosen) - sum(kept), sum(free))
+    filled = list(itertools.accumulate(free, initial=0))
+    ends = [left * each // max(filled[-1], 1) for each in filled]
+    return [number + end - start for number, start, end in zip(kept, ends, ends[1:], strict=False)]
 
 
 def whole_choices(shares: Sequence[float], tokens: int, top_k: int) -> list[int]:
@@ -127,9 +184,9 @@ def whole_choices(shares: Sequence[float], tokens: int, top_k: int) -> list[int]
     return counts
 
 
-def _ids(shares: tuple[float, ...], tokens: int, top_k: int) -> Any:
-    """[tokens, top_k] int64."""
-    counts = torch.tensor(whole_choices(shares, tokens, top_k))
-    experts = torch.repeat_interleave(torch.arange(len(shares)), counts)
+def _ids(counts: Sequence[int], tokens: int, top_k: int) -> Tensor:
+    """[tokens, top_k] int64 with so many choices of each expert, -1 for what is left."""
+    experts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    experts = F.pad(experts, (0, tokens * top_k - len(experts)), value=-1)
     # Choice j is of token j % tokens: those of one expert follow each other, and are of different tokens.
     return experts.view(top_k, tokens).t().contiguous()

@@ -124,6 +124,7 @@ class MoE(nn.Module):
         self.config = config
         self.layer = layer
         self.route: Router = route
+        self.limit: Callable[..., Routing] = limit
         self.gate = Gate(dim, config)
         self.experts = Experts(
             config.experts,
@@ -168,7 +169,7 @@ class MoE(nn.Module):
         logits = explore(self.gate(jittered(flat, self.config, draw)), self.config, draw)  # [T, E]
         chosen = self.route(logits, self.config, bias)
         index, mask = (None if value is None else value.flatten() for value in (info.index, info.mask))
-        routing = limit(chosen, logits, self.config, index=index, mask=mask, bias=bias, group=batch_group)
+        routing = self.limit(chosen, logits, self.config, index=index, mask=mask, bias=bias, group=batch_group)
         shared = self._shared(x, side)
         batch_ranks = 1 if batch_group is None else dist.get_world_size(batch_group)
         out = self.experts(flat, routing, ranks, batch_ranks).view_as(x)

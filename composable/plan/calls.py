@@ -122,8 +122,8 @@ class Call:
     purpose: str
     kind: str
     group: Group
-    bytes: int
-    """of all of them"""
+    bytes: float
+    """of all of them; where rows to experts are known as means over micro-batches, these too"""
     count: int = 1
     hides: bool = False
 

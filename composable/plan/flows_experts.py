@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 from composable.moe.config import MoEConfig
-from composable.moe.given import whole_choices
+from composable.moe.given import left_by_capacity
 from composable.moe.static import room_for
 from composable.plan.calls import INDEX, Call, Micro, Operator, gathered, nodes_of, scattered
 
@@ -66,32 +66,25 @@ def _balance(micro: Micro, moe: MoEConfig) -> list[Operator]:
     return [Operator(tuple(calls))]
 
 
-def executed(micro: Micro, moe: MoEConfig, layer: int) -> list[int]:
-    """Choices of each expert by one rank's tokens, of which all ranks have alike [E].
-
-    A capacity that several ranks share is taken to cut their choices alike. Where what it refuses asks the next best
-    expert, which the scores decide, choices are taken to stay where they are, and the refused to fill others in order.
-    """
-    sizes, ranks, rule = micro.sizes, micro.groups.batch.ranks, moe.capacity
-    chosen = whole_choices(micro.load.of(layer, moe.experts), sizes.tokens, moe.top_k)
-    if not rule.factor:
-        return chosen
-    whole = math.ceil(sizes.tokens * ranks * (rule.factor * moe.top_k / moe.experts) - 1e-9)
-    room = min(whole // ranks, sizes.tokens) if max(chosen) * ranks > whole else sizes.tokens
-    kept = [min(count, room) for count in chosen]
-    left = sum(chosen) - sum(kept) if rule.overflow == "next" else 0
-    for expert, count in enumerate(kept):
-        more = min(left, room - count)
-        kept[expert] += more
-        left -= more
-    return kept
+def _rows(micro: Micro, moe: MoEConfig, layer: int) -> list[list[float]]:
+    """Rows that each of the ranks which share the experts sends to each of them [ep][ep]; all alike if not known."""
+    ep, etp = micro.groups.ep.ranks, micro.groups.etp.ranks
+    if micro.load.executed is None:
+        shares = micro.load.of(layer, moe.experts)
+        counts = left_by_capacity(shares, micro.sizes.tokens, micro.groups.batch.ranks, moe)
+        return [_by_rank([count * etp for count in counts], ep)] * ep
+    first = (micro.rank // etp - _place(micro)) * etp
+    known = micro.load.executed[layer]
+    return [
+        _by_rank([sum(counts) for counts in zip(*known[start : start + etp], strict=True)], ep)
+        for start in range(first, first + ep * etp, etp)
+    ]
 
 
-def _rows(micro: Micro, moe: MoEConfig, layer: int) -> list[int]:
-    """Rows that this rank sends to each rank that shares the experts [ep]."""
-    counts = [count * micro.groups.etp.ranks for count in executed(micro, moe, layer)]
-    part = moe.experts // micro.groups.ep.ranks
-    return [sum(counts[start : start + part]) for start in range(0, moe.experts, part)]
+def _by_rank(counts: Sequence[float], ep: int) -> list[float]:
+    """Choices of each expert, summed over those of each rank."""
+    part = len(counts) // ep
+    return [sum(counts[start : start + part]) for start in range(0, len(counts), part)]
 
 
 def _place(micro: Micro) -> int:
@@ -102,9 +95,10 @@ def _place(micro: Micro) -> int:
 
 def _all_to_all(micro: Micro, moe: MoEConfig, layer: int) -> list[Operator]:
     ep, row = micro.groups.ep, micro.sizes.config.dim * micro.sizes.item
+    place = _place(micro)
     rows = _rows(micro, moe, layer)
-    there = Call("experts", "all_to_all", ep, sum(rows) * row)
-    back = Call("experts", "all_to_all", ep, ep.ranks * rows[_place(micro)] * row)
+    there = Call("experts", "all_to_all", ep, sum(rows[place]) * row)
+    back = Call("experts", "all_to_all", ep, sum(each[place] for each in rows) * row)
     return [
         Operator((Call("experts", "all_to_all", ep, moe.experts * INDEX),)),
         Operator((there,), (back,)),
@@ -118,8 +112,10 @@ def _by_nodes(micro: Micro, moe: MoEConfig, layer: int) -> list[Operator]:
     inside, across = nodes.inside, nodes.across
     row, place = micro.sizes.config.dim * micro.sizes.item, _place(micro)
     rows = _rows(micro, moe, layer)
-    sent, arrived = sum(rows) * row, micro.groups.ep.ranks * rows[place] * row
-    between = inside.ranks * sum(rows[place % inside.ranks :: inside.ranks]) * row
+    sent, arrived = sum(rows[place]) * row, sum(each[place] for each in rows) * row
+    node, seat = divmod(place, inside.ranks)
+    neighbours = rows[node * inside.ranks : (node + 1) * inside.ranks]
+    between = sum(sum(each[seat :: inside.ranks]) for each in neighbours) * row
     counts = moe.experts * INDEX
     to_experts = (
         Call(INSIDE, "all_to_all", inside, sent),

@@ -86,7 +86,7 @@ def traffic(
     Args:
         recipe: resolved: its mesh is that of the world to plan for.
         rank: of the mesh.
-        load: choices of each expert; every rank's tokens choose alike.
+        load: choices of each expert: every rank's tokens choose alike, or as `load.executed` has it.
         accelerator: kinds are those of an accelerator; else of a CPU.
         ranks_per_node: consecutive ranks of a node, for the hierarchical dispatcher; all ranks if None.
 
@@ -124,16 +124,16 @@ def _check(recipe: Planned, rank: int) -> None:
 
 def _merged(calls: Sequence[Call]) -> tuple[Flow, ...]:
     """Flows of what agrees in all but count and bytes."""
-    sums: dict[tuple[str, str, Group, bool], tuple[int, int]] = {}
+    sums: dict[tuple[str, str, Group, bool], tuple[int, float]] = {}
     for call in calls:
         key = call.purpose, call.kind, call.group, call.hides
         count, size = sums.get(key, (0, 0))
         sums[key] = count + call.count, size + call.bytes
     return tuple(
         sorted(
-            Flow(purpose, kind, group.name, group.ranks, *numbers, hides)
-            for (purpose, kind, group, hides), numbers in sums.items()
-            if numbers[0]
+            Flow(purpose, kind, group.name, group.ranks, count, round(size), hides)
+            for (purpose, kind, group, hides), (count, size) in sums.items()
+            if count
         )
     )
 
