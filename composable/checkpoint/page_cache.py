@@ -36,7 +36,7 @@ def read_back(folder: Path, sections: Sequence[SectionPlan], rank: int) -> threa
     size = sum(end - start for _, start, end in spans)
     if not spans or size * SHARE > _available() or not is_local(folder):
         return None
-    thread = threading.Thread(target=_read, args=(spans,), name="reading back")
+    thread = threading.Thread(target=_read, args=(spans,), name="reading back", daemon=False)
     thread.start()
     return thread
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from composable.checkpoint import page_cache, save
+from composable.checkpoint.background import BackgroundSaver
 from composable.checkpoint.page_cache import file_system
 from composable.checkpoint.storage import PAGE, opened
 
@@ -61,6 +62,15 @@ def test_a_checkpoint_is_in_memory_soon_after_it_was_saved(tmp_path, writer):
 def test_it_is_also_where_the_program_ends_with_the_save(tmp_path):
     subprocess.run([sys.executable, "-c", PROGRAM, tmp_path / "step", "0"], check=True)
     time.sleep(0.2)
+    assert all(cached(tmp_path / "step"))
+
+
+def test_and_after_a_save_in_the_background(tmp_path):
+    with BackgroundSaver() as saver:
+        saver.save(tmp_path / "step", TENSORS, {}, {})
+    threads = [thread for thread in threading.enumerate() if thread.name == "reading back"]
+    assert not any(thread.daemon for thread in threads)  # or they would end with the program
+    read_back()
     assert all(cached(tmp_path / "step"))
 
 
