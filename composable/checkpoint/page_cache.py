@@ -21,7 +21,7 @@ LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "xfs", "zfs"}
 """File systems of disks in this machine: reading back from others costs the network, and others' time."""
 SHARE = 4  # of the memory that is available: a rank that wrote more than one part in so many reads nothing back
 STEP = 128 << 10  # bytes of one request: the kernel cuts longer ones to what it reads ahead by default
-AT_EXIT = 3.0  # seconds that a program which is otherwise done goes on reading
+AT_EXIT = 5.0  # seconds that a program which is otherwise done goes on reading
 
 Span = tuple[Path, int, int]  # a file, the first byte, the end
 
@@ -30,7 +30,7 @@ def read_back(folder: Path, sections: Sequence[SectionPlan], rank: int) -> threa
     """Start to read what this rank has written into the page cache; None where that is not worth its price.
 
     Nothing waits for it and nothing depends on it: files that are deleted meanwhile are passed over, and a program that
-    ends gives it three seconds.
+    ends gives it five seconds.
     """
     spans = [span for section in sections for span in _written(folder, section, rank)]
     size = sum(end - start for _, start, end in spans)
