@@ -27,16 +27,20 @@ Span = tuple[Path, int, int]  # a file, the first byte, the end
 
 
 def read_back(folder: Path, sections: Sequence[SectionPlan], rank: int) -> threading.Thread | None:
-    """Start to read what this rank has written into the page cache; None where that is not worth its price.
+    """Start to read what this rank has written into the page cache; None where that costs others.
 
     Nothing waits for it and nothing depends on it: files that are deleted meanwhile are passed over, and a program that
     ends gives it five seconds.
     """
-    spans = [span for section in sections for span in _written(folder, section, rank)]
-    size = sum(end - start for _, start, end in spans)
-    if not spans or size * SHARE > _available() or not is_local(folder):
+    if not is_local(folder):
         return None
-    thread = threading.Thread(target=_read, args=(spans,), name="reading back", daemon=False)
+
+    def read() -> None:
+        spans = [span for section in sections for span in _written(folder, section, rank)]
+        if sum(end - start for _, start, end in spans) * SHARE <= _available():
+            _read(spans)
+
+    thread = threading.Thread(target=read, name="reading back", daemon=False)
     thread.start()
     return thread
 

@@ -81,10 +81,13 @@ def test_a_program_that_is_done_does_not_wait_long_for_a_slow_disk(tmp_path):
 
 
 def test_what_takes_much_of_the_memory_is_left_on_the_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(page_cache, "_available", lambda: 60 << 20)
-    monkeypatch.setattr(page_cache, "_read", lambda spans: pytest.fail("read back"))
-    save(tmp_path / "step", TENSORS, {}, {})
-    read_back()
+    asked = []
+    monkeypatch.setattr(page_cache, "_read", asked.append)
+    for number, available in enumerate((90 << 20, 100 << 20)):  # of which 24 are saved
+        monkeypatch.setattr(page_cache, "_available", lambda available=available: available)
+        save(tmp_path / f"step-{number}", TENSORS, {}, {})
+        read_back()
+        assert len(asked) == number
 
 
 def test_nothing_depends_on_what_is_read_back(tmp_path):
