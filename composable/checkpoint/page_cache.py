@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,48 +20,44 @@ from composable.checkpoint.storage import LARGE
 
 LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "xfs", "zfs"}
 """File systems of disks in this machine: reading back from others costs the network, and others' time."""
-SHARE = 4  # of the memory that is available: a rank that wrote more than one part in so many reads nothing back
+MOST = 0.25  # of the memory that is available: a larger checkpoint is left on the disk
 STEP = 128 << 10  # bytes of one request: the kernel cuts longer ones to what it reads ahead by default
 AT_EXIT = 5.0  # seconds that a program which is otherwise done goes on reading
 
 Span = tuple[Path, int, int]  # a file, the first byte, the end
 
 
-def read_back(folder: Path, sections: Sequence[SectionPlan], rank: int) -> threading.Thread | None:
-    """Start to read what this rank has written into the page cache; None where that costs others.
+def read_back(folder: Path, sections: Sequence[SectionPlan], rank: int) -> None:
+    """Start to read what this rank has written into the page cache, if the disk is local and memory holds it.
 
     Nothing waits for it and nothing depends on it: files that are deleted meanwhile are passed over, and a program that
     ends gives it five seconds.
     """
-    if not is_local(folder):
-        return None
 
     def read() -> None:
-        spans = [span for section in sections for span in _written(folder, section, rank)]
-        if sum(end - start for _, start, end in spans) * SHARE <= _available():
-            _read(spans)
+        size = sum(file.size for section in sections for file in section.files)
+        if size <= MOST * _available() and _is_local(folder):
+            _read([span for section in sections for span in _written(folder, section, rank)])
 
-    thread = threading.Thread(target=read, name="reading back", daemon=False)
-    thread.start()
-    return thread
-
-
-def is_local(path: Path) -> bool:
-    """Whether the file system of `path` is one of this machine's disks, as far as is known."""
-    with contextlib.suppress(OSError):
-        return file_system(path.resolve(), Path("/proc/self/mounts").read_text()) in LOCAL
-    return False
+    with contextlib.suppress(RuntimeError):  # no more threads to be had: the checkpoint is complete all the same
+        threading.Thread(target=read, name="reading back", daemon=False).start()
 
 
-def file_system(path: Path, mounts: str) -> str:
+def file_system(path: Path, mounts: bytes) -> str:
     """The kind of file system that a path lies on, by the lines of `/proc/self/mounts`; "" if none has it."""
     found, longest = "", -1
-    for line in mounts.splitlines():
-        _, escaped, kind = line.split(" ")[:3]
-        point = escaped.encode().decode("unicode_escape")  # a blank is \040
+    for fields in map(bytes.split, mounts.splitlines()):
+        # A blank in a name is \040 there.
+        point = os.fsdecode(re.sub(rb"\\([0-3][0-7]{2})", lambda match: bytes([int(match[1], 8)]), fields[1]))
         if path.is_relative_to(point) and len(point) >= longest:  # of two on one point the later one is seen
-            found, longest = kind, len(point)
+            found, longest = os.fsdecode(fields[2]), len(point)
     return found
+
+
+def _is_local(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return file_system(path.resolve(), Path("/proc/self/mounts").read_bytes()) in LOCAL
+    return False
 
 
 def _written(folder: Path, section: SectionPlan, rank: int) -> Iterator[Span]:

@@ -90,21 +90,27 @@ def test_what_takes_much_of_the_memory_is_left_on_the_disk(tmp_path, monkeypatch
         assert len(asked) == number
 
 
-def test_nothing_depends_on_what_is_read_back(tmp_path):
+def test_nothing_depends_on_what_is_read_back(tmp_path, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        page_cache.read_back(tmp_path, [], 0)
     missing, start = tmp_path / "deleted", time.monotonic()
     page_cache._read([(missing, 0, 1 << 40), (missing, 5, 9)])
     assert time.monotonic() - start < 5
 
 
 def test_a_disk_of_this_machine_is_told_from_a_share():
-    mounts = """\
+    mounts = b"""\
 overlay / overlay rw,relatime 0 0
 proc /proc proc rw 0 0
 server:/home /home nfs4 rw 0 0
 /dev/sda1 /home/my\\040disk ext4 rw 0 0
 /dev/sdb1 /scratch xfs rw 0 0
 lustre@tcp:/fs /scratch lustre rw 0 0
-"""
+""" + "server:/ü /mnt/ü nfs4 rw 0 0\n".encode()
     places = {
         "/work": "overlay",
         "/home/a": "nfs4",
@@ -113,4 +119,5 @@ lustre@tcp:/fs /scratch lustre rw 0 0
         "/scratch": "lustre",
     }
     assert {path: file_system(Path(path), mounts) for path in places} == places
-    assert file_system(Path("/work"), "") == ""
+    assert file_system(Path("/mnt/ü/run"), mounts) == "nfs4"
+    assert file_system(Path("/work"), b"") == ""
