@@ -4,6 +4,7 @@ The choices of all ranks that hold tokens of a micro-batch are brought together 
 decides alike, and each takes its own tokens' part of the decision.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,6 +35,11 @@ def room_of(factor: float, tokens: Tensor, config: MoEConfig) -> Tensor:
     """[] int64: tokens an expert takes of a micro-batch with that many ([] int64): ceil(factor x tokens x K / E)."""
     share = tokens.to(torch.float64) * (factor * config.top_k / config.experts)
     return (share - 1e-9).ceil().to(torch.int64).clamp(min=0)  # 1.1 x 10 is 11.000000000000002
+
+
+def room_in(factor: float, tokens: int, top_k: int, experts: int) -> int:
+    """The same for a number of tokens that is known without looking at them."""
+    return math.ceil(tokens * (factor * top_k / experts) - 1e-9)
 
 
 def limit(

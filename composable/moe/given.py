@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composable.moe.capacity import limit
+from composable.moe.capacity import limit, room_in
 from composable.moe.config import MoEConfig
 from composable.moe.layer import MoE
 from composable.moe.router import Router, Routing, choose, count, score, weigh
@@ -145,7 +144,7 @@ def left_by_capacity(shares: Sequence[float], tokens: int, ranks: int, config: M
     chosen = whole_choices(shares, tokens, config.top_k)
     if not rule.factor:
         return chosen
-    whole = math.ceil(tokens * ranks * (rule.factor * config.top_k / config.experts) - 1e-9)
+    whole = room_in(rule.factor, tokens * ranks, config.top_k, config.experts)
     room = min(whole // ranks, tokens) if max(chosen) * ranks > whole else tokens
     kept = [min(number, room) for number in chosen]
     if rule.overflow != "next":

@@ -4,7 +4,6 @@ Every rank sends every expert a block of `room` rows, the rest of it zeros. No s
 kernels are queued ahead of the device, and the whole is one graph to a compiler or a CUDA graph.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from composable.moe.capacity import room_in
 from composable.moe.dispatch import ExpertRanks, alone, check_parts, expert_order, sum_choices
 from composable.moe.router import Routing
 
@@ -59,8 +59,7 @@ def room_for(factor: float, tokens: int, batch_ranks: int, top_k: int, experts: 
     """
     if factor <= 0:
         raise ValueError(f"capacity factor {factor}: blocks of fixed size need a positive one, for example 1.25")
-    share = tokens * batch_ranks * (factor * top_k / experts)
-    return min(math.ceil(share - 1e-9), tokens)  # rounded as the capacity itself
+    return min(room_in(factor, tokens * batch_ranks, top_k, experts), tokens)
 
 
 def dispatch_blocks(
