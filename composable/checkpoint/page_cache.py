@@ -21,7 +21,7 @@ from composable.checkpoint.storage import LARGE
 LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "xfs", "zfs"}
 """File systems of disks in this machine: reading back from others costs the network, and others' time."""
 MOST = 0.25  # of the memory that is available: a larger checkpoint is left on the disk
-STEP = 128 << 10  # bytes of one request: the kernel cuts longer ones to what it reads ahead by default
+STEP = 1 << 20  # bytes of one read
 AT_EXIT = 5.0  # seconds that a program which is otherwise done goes on reading
 
 Span = tuple[Path, int, int]  # a file, the first byte, the end
@@ -83,13 +83,18 @@ def _available() -> int:
 
 
 def _read(spans: Sequence[Span]) -> None:
-    ended = None
+    """Read them, all bytes, and not only ask the kernel to read ahead.
+
+    In a virtual machine new memory costs whoever touches it first, and the disk that fills it does not: loads of 2.5
+    GB by two ranks took 0.25 to 1.6 s from pages that were only read ahead, and 0.23 to 0.32 s from those read here.
+    """
+    buffer, ended = memoryview(bytearray(STEP)), None
     for path, start, end in spans:
         with contextlib.suppress(OSError):
             handle = os.open(path, os.O_RDONLY)
             try:
                 for offset in range(start, end, STEP):
-                    os.posix_fadvise(handle, offset, min(STEP, end - offset), os.POSIX_FADV_WILLNEED)
+                    os.preadv(handle, [buffer[: end - offset]], offset)
                     if not threading.main_thread().is_alive():
                         ended = ended or time.monotonic()
                         if time.monotonic() - ended > AT_EXIT:
