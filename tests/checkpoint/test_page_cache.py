@@ -25,7 +25,7 @@ def slow(*args):
     time.sleep(float(sys.argv[2]))
     return preadv(*args)
 os.preadv = slow
-page_cache.AT_EXIT = 0.5
+page_cache.AT_EXIT, page_cache.STEP = 0.5, 1 << 20
 save(sys.argv[1], {{"large": torch.ones({24 << 20}, dtype=torch.uint8)}}, {{}}, {{}}, writer="per_rank")
 """
 
@@ -88,6 +88,18 @@ def test_a_program_that_is_done_does_not_wait_long_for_a_slow_disk(tmp_path):
     start = time.monotonic()
     subprocess.run([sys.executable, "-c", PROGRAM, tmp_path / "step", "2.5"], check=True)  # 24 reads
     assert time.monotonic() - start < 30
+
+
+def test_the_cores_are_for_the_programs_own_work_first(tmp_path, monkeypatch):
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    own, found = priority(), []
+    monkeypatch.setattr(page_cache, "_read", lambda spans: found.append(priority()))
+    save(tmp_path / "step", TENSORS, {}, {})
+    read_back()
+    assert found == [19]
+    assert priority() == own < 19
 
 
 def test_what_takes_much_of_the_memory_is_left_on_the_disk(tmp_path, monkeypatch):
